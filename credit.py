@@ -20,12 +20,21 @@ from statistics import fmean, stdev
 FLAT = 1e-9  # a spread of credits up to this is "all equal": the std of eight times 0.35 is not exactly 0
 
 
-def children_of(parents):
-    """Lists of child indices, one per node. ValueError if a parent does not stand before its child."""
-    children = [[] for _ in parents]
-    for i, parent in enumerate(parents):
+def check_tree(rewards, parents):
+    """Raises ValueError unless there is one reward per node, each finite or None, and parents stand before children."""
+    if len(rewards) != len(parents):
+        raise ValueError(f"{len(rewards)} rewards for {len(parents)} nodes")
+    for i, (reward, parent) in enumerate(zip(rewards, parents)):
+        if reward is not None and not math.isfinite(reward):
+            raise ValueError(f"reward {reward} of node {i} is not a finite number")
         if not -1 <= parent < i:
             raise ValueError(f"node {i} has parent {parent}: a parent must be -1 or stand before its child")
+
+
+def children_of(parents):
+    """Lists of child indices, one per node."""
+    children = [[] for _ in parents]
+    for i, parent in enumerate(parents):
         if parent >= 0:
             children[parent].append(i)
     return children
@@ -47,21 +56,11 @@ def groups_of(parents):
     return groups
 
 
-def check_rewards(rewards, parents):
-    """One reward per node, and each a finite number or None; else ValueError."""
-    if len(rewards) != len(parents):
-        raise ValueError(f"{len(rewards)} rewards for {len(parents)} nodes")
-    for i, reward in enumerate(rewards):
-        if reward is not None and not math.isfinite(reward):
-            raise ValueError(f"reward {reward} of node {i} is not a finite number")
-
-
 def backup(rewards, parents, combine):
     """One pass from the last node to the first: credit(i) = combine(i, reward(i), credits of children).
 
     `combine` is called only where a node has a reward and at least one child with a credit.
     """
-    check_rewards(rewards, parents)
     children, credits = children_of(parents), list(rewards)
     for i in reversed(range(len(rewards))):
         below = [credits[c] for c in children[i] if credits[c] is not None]
@@ -77,6 +76,7 @@ def mars(rewards, parents):
     Args: rewards, list of n floats (or None); parents, list of n ints. Returns: list of n floats (or None).
     Raises: ValueError if the lists do not describe a tree, or a reward is not finite.
     """
+    check_tree(rewards, parents)
     return backup(rewards, parents, lambda i, reward, below: max(reward, *below))
 
 
@@ -88,6 +88,7 @@ def mers(rewards, parents, num_turns, gamma=0.9):
     re-implementations have them. Mean over scored children only: our decision.
     Args and returns as `mars`; raises ValueError also if the tree is deeper than num_turns.
     """
+    check_tree(rewards, parents)
     turns = turns_of(parents)
     if turns and max(turns) > num_turns:
         raise ValueError(f"the tree has {max(turns)} turns, num_turns is {num_turns}")
@@ -97,9 +98,10 @@ def mers(rewards, parents, num_turns, gamma=0.9):
 def chain_returns(rewards, parents):
     """GRPO-MT: every turn of a chain gets the reward of the chain's last scored turn.
 
-    Source: the comparator as METHOD-level summaries describe it; our reading.
+    Source: the comparator of that name in the MURPHY paper; the definition is our reading.
     Raises: ValueError if a node has two children, for then it is a tree and not a chain.
     """
+    check_tree(rewards, parents)
     if any(len(c) > 1 for c in children_of(parents)):
         raise ValueError("a chain has one child per node; this is a tree: use mars or mers")
     return backup(rewards, parents, lambda i, reward, below: below[0])
@@ -123,7 +125,7 @@ def local_advantages(credits, parents, keep=None, eps=1e-4):
     without credit get exactly 0.0. Source: GRPO (arXiv 2402.03300), made local to siblings by MURPHY.
     Args: credits, list of n floats (or None); keep, list of n bools or None for all. Returns: n floats.
     """
-    check_rewards(credits, parents)
+    check_tree(credits, parents)
     advantages = [0.0] * len(credits)
     for members in groups_of(parents).values():
         members = kept_members(credits, members, keep)
@@ -164,7 +166,8 @@ def widest(values, budget):
     return order[:best] + order[len(order) - (budget - best):]
 
 
-def check_budget(budget):
+def check_pruning(credits, parents, budget):
+    check_tree(credits, parents)
     if budget < 1:
         raise ValueError(f"the pruning budget is {budget}; it must be at least 1")
 
@@ -174,9 +177,9 @@ def intrap(credits, parents, budget):
 
     Source: pruning inside a group after the rollout is the MURPHY paper's; the subset rule is as
     re-implementations have it. Nodes without credit are not kept and take no place in the budget.
-    Returns: keep mask, list of n bools. Raises: ValueError for a budget below 1.
+    Returns: keep mask, list of n bools. Raises: ValueError for a budget below 1, or lists that are no tree.
     """
-    check_budget(budget)
+    check_pruning(credits, parents, budget)
     keep = [False] * len(credits)
     for members in groups_of(parents).values():
         members = kept_members(credits, members, None)
@@ -190,9 +193,9 @@ def interp(credits, parents, budget):
 
     Source: pruning between groups after the rollout is the MURPHY paper's, the std rule as
     re-implementations have it; "turn 1 stays", the sample std and "ties: the group grown first" are our decision.
-    Returns: keep mask, list of n bools. Raises: ValueError for a budget below 1.
+    Returns: keep mask, list of n bools. Raises: ValueError for a budget below 1, or lists that are no tree.
     """
-    check_budget(budget)
+    check_pruning(credits, parents, budget)
     groups = {parent: kept_members(credits, members, None) for parent, members in groups_of(parents).items()}
 
     def spread(parent):

@@ -11,6 +11,7 @@ Left out: sharded models, schedules other than warm-up, and every trick that is 
 The method is arXiv 2511.07833 (MURPHY) on arXiv 2402.03300 (GRPO); "our decision" marks what they do not settle.
 """
 import contextlib
+import math
 import time
 from dataclasses import dataclass, field, fields
 
@@ -274,9 +275,10 @@ def update(model, rows, optimizer, config):
     all_reduce(stats), all_reduce(k3_max, "max")
     grad_norm = sync_and_clip(model, config)
     loss, k3, clipped, entropy, tokens = stats.tolist()
-    if tokens:  # with Adam's momentum, a step on no gradient at all would still move the weights
+    finite = math.isfinite(loss) and math.isfinite(grad_norm)  # sums over all processes, so all decide alike
+    if tokens and finite:  # with Adam's momentum, a step on no gradient at all would still move the weights
         optimizer.step()
-    return {"loss": loss, "k3_mean": k3, "k3_max": k3_max.item(), "clip_share": clipped / max(tokens, 1),
+    return {"skipped": not finite, "loss": loss, "k3_mean": k3, "k3_max": k3_max.item(), "clip_share": clipped / max(tokens, 1),
             "entropy": entropy / tokens if tokens else None, "grad_norm": grad_norm}
 
 

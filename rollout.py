@@ -286,6 +286,18 @@ def reward_of(verdict, binary=False):
     return float(verdict.reward == 1) if binary else verdict.reward
 
 
+# ---------------------------------------------------------------- evaluation
+
 def solved_by_turn(tree, turns):
-    """Iter-k of one tree: is some program of the first k turns right? List of `turns` bools (our eval metric)."""
+    """Iter-k of one tree: does some program of the first k turns pass every test? List of `turns` bools."""
     return [any(n.reward == 1 for n in tree.nodes if n.turn <= k) for k in range(1, turns + 1)]
+
+
+def evaluate(model, tokenizer, problems, executor, iterations, sampling, public_feedback=True):
+    """Chains of up to `iterations` attempts, one per problem. Returns (trees, solved): solved[i][k - 1] is Iter-k.
+
+    With public_feedback, feedback and the decision to stop follow the public tests alone; all tests decide "solved".
+    """
+    trees = grow_trees(model, tokenizer, problems, executor, turns=iterations, group_size=1, sampling=sampling,
+                       public_feedback=public_feedback)
+    return trees, [solved_by_turn(tree, iterations) for tree in trees]

@@ -1,0 +1,417 @@
+"""Train a Hugging Face causal LM with MURPHY.
+
+    python train.py                                                    the embedded default: tiny/, on a laptop
+    python train.py --model DIR --dataset problems.jsonl --steps 200   your model, your problems
+    torchrun --nproc_per_node 8 train.py --model allenai/OLMo-2-1124-7B-Instruct
+    python train.py --resume runs/NAME                                 go on after the newest whole checkpoint
+
+A run folder holds config.json, metrics.jsonl (a line a step), trees.jsonl (whole trees of a few prompts a step), eval.jsonl,
+and checkpoints/step-N (Hugging Face format, with optimizer.pt beside it).
+
+What it simplifies: every process holds the whole model in fp32 with its Adam state (16 bytes a parameter, and 4 more for
+the reference model where beta > 0), so the largest model is what one GPU holds. Bad input ends with one sentence and exit code 2.
+"""
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting threads must not starve the programs being run
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import sys
+import time
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
+
+from executor import Executor
+from murphy import MurphyConfig, all_reduce, autocast, murphy_step
+from problems import BadInput, load_problems
+from rollout import Sampling, evaluate, prefix_of, prefix_room
+
+TINY = Path(__file__).resolve().parent / "tiny"
+EMBEDDED = dict(learning_rate=5e-4, beta=0.0, steps=80, max_new_tokens=48, prompts_per_step=8)  # defaults with tiny/
+
+
+# ---------------------------------------------------------------- command line
+
+RUN_FLAGS = [  # name, type, default, help
+    ("model", str, "tiny", "Hugging Face name or folder of a causal LM with a chat template; tiny is the embedded default"),
+    ("dataset", str, None, "training problems: tiny, a .jsonl/.json/.gz/.parquet file in KodCode, MBPP or our own fields, or a Hub name "
+                           "(default: tiny with the tiny model, else KodCode/KodCode-V1; the paper trains on KodCode)"),
+    ("max_problems", int, 1000, "problems taken from the data set, chosen by seed"),
+    ("eval_dataset", str, None, "held-out problems, as --dataset (default: tiny's own with the tiny model, else none)"),
+    ("eval_problems", int, None, "evaluate on the first N held-out problems only"),
+    ("eval_every", int, 0, "evaluate every N steps as well; 0: before and after the run only"),
+    ("eval_iterations", int, 3, "attempts per problem in evaluation: Iter-1 ... Iter-N; the paper reports 1, 3 and 5"),
+    ("out", str, None, "run folder (default: runs/ and a name from the time and the settings)"),
+    ("save_every", int, 50, "checkpoint every N steps, and at the end"),
+    ("keep", int, 2, "checkpoints kept"),
+    ("log_trees", int, 2, "prompts per step whose whole trees go to trees.jsonl"),
+    ("workers", int, None, "executor processes per rank (default: one per core, shared between the ranks of a machine)"),
+]
+
+
+def build_parser():
+    parser = argparse.ArgumentParser(prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    run = parser.add_argument_group("run")
+    for name, kind, default, text in RUN_FLAGS:
+        run.add_argument("--" + name.replace("_", "-"), type=kind, help=text + (f" (default {default})" if default is not None else ""))
+    run.add_argument("--resume", metavar="RUN", help="go on with this run folder, with its settings; only --steps may be given beside it")
+    run.add_argument("--gradient-checkpointing", action="store_true", default=None, help="recompute activations in the backward pass: "
+                     "less memory, about a third more time")
+    groups = {"run": run}
+    for f in fields(MurphyConfig):
+        name = f.metadata["group"]
+        groups.setdefault(name, None)
+        groups[name] = groups[name] or parser.add_argument_group(name)
+        tiny = f", with the tiny model {EMBEDDED[f.name]}" if f.name in EMBEDDED else ""
+        groups[name].add_argument("--" + f.name.replace("_", "-"), type=f.type, choices=f.metadata["choices"],
+                                  help=f"{f.metadata['help']} (default {f.default}{tiny})".replace("%", "%%"))
+    return parser
+
+
+def settings_of(argv):
+    """Parsed flags -> (run settings dict, MurphyConfig, folder to resume or None)."""
+    given = {k: v for k, v in vars(build_parser().parse_args(argv)).items() if v is not None}
+    resume = given.pop("resume", None)
+    if resume is not None:
+        return resumed_settings(Path(resume), given)
+    run = {name: default for name, _, default, _ in RUN_FLAGS} | {"gradient_checkpointing": False}
+    config = {f.name: f.default for f in fields(MurphyConfig)}
+    embedded = given.get("model", "tiny") == "tiny"
+    config |= EMBEDDED if embedded else {}
+    run |= {k: v for k, v in given.items() if k in run}
+    config |= {k: v for k, v in given.items() if k in config}
+    run["dataset"] = run["dataset"] or ("tiny" if embedded else "KodCode/KodCode-V1")
+    run["eval_dataset"] = run["eval_dataset"] or ("tiny" if embedded else None)
+    return check_run(run), checked(MurphyConfig(**config)), None
+
+
+def resumed_settings(folder, given):
+    if set(given) - {"steps"}:
+        flags = ", ".join("--" + k.replace("_", "-") for k in sorted(set(given) - {"steps"}))
+        raise BadInput(f"--resume goes on with the settings of {folder}; leave out {flags} (only --steps may be given)")
+    try:
+        saved = json.loads((folder / "config.json").read_text())
+        config = MurphyConfig(**saved["config"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{folder} is no run folder of train.py ({error}); give the folder that holds config.json") from None
+    return saved["run"], checked(replace(config, **given)), folder
+
+
+def checked(config):
+    config.check()
+    return config
+
+
+def check_run(run):
+    for name, low in dict(max_problems=1, eval_problems=1, eval_every=0, eval_iterations=1, save_every=1, keep=1, log_trees=0, workers=1).items():
+        if run[name] is not None and run[name] < low:
+            raise BadInput(f"--{name.replace('_', '-')} is {run[name]}; it must be at least {low}")
+    return run
+
+
+# ---------------------------------------------------------------- processes
+
+def start_processes():
+    """Join the process group if torchrun started us. Returns (rank, world, device)."""
+    cuda = torch.cuda.is_available()
+    if "RANK" not in os.environ:
+        return 0, 1, torch.device("cuda" if cuda else "cpu")
+    local = int(os.environ["LOCAL_RANK"])
+    if cuda:
+        torch.cuda.set_device(local)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    return dist.get_rank(), dist.get_world_size(), torch.device("cuda", local) if cuda else torch.device("cpu")
+
+
+def from_first(value):
+    """The value that rank 0 has, on every rank."""
+    box = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box)
+    return box[0]
+
+
+def check_replicas(model):
+    """Replicas that drift apart train nothing in particular: stop at the first step after which weights differ."""
+    if dist.is_initialized():
+        total = sum(p.detach().double().sum() for p in model.parameters())
+        low, high = -all_reduce(-total, "max"), all_reduce(total.clone(), "max")
+        if low != high:
+            raise RuntimeError(f"the weights of the processes differ: checksums from {low.item()} to {high.item()}")
+
+
+# ---------------------------------------------------------------- model and data
+
+def load_tokenizer(name):
+    path = str(TINY) if name == "tiny" else name
+    if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        raise BadInput(f"there is no model folder {path}; give a folder with config.json and weights, or a Hub name")
+    try:
+        tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"cannot load the model {name}: {one_line(error)}") from None
+    if not tokenizer.chat_template:
+        raise BadInput(f"the model {name} has no chat template; use an instruct model, or add chat_template to its tokenizer")
+    return tokenizer, config, path
+
+
+def one_line(error):
+    return " ".join(str(error).split())[:300]
+
+
+def load_model(path, device):
+    """fp32 weights (masters of bf16 compute on CUDA), sdpa attention (the packed mask needs it), dropout off."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"cannot load the weights of {path}: {one_line(error)}") from None
+    for module in model.modules():  # sampled and trained distributions must be the same
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return model.to(device).eval()
+
+
+class Config:
+    """Stands for a model that is not loaded yet where only its config is asked for."""
+    def __init__(self, config):
+        self.config = config
+
+
+def check_prompts(problems, tokenizer, model_config, sampling):
+    """Every task must fit the context beside a whole response, before any weights are loaded."""
+    room = prefix_room(Config(model_config), tokenizer, sampling)
+    for problem in problems:
+        prefix_of(tokenizer, problem, None, None, room)
+
+
+def problems_of_step(count, per_step, step, seed):
+    """Indices of the problems of a step: epochs over a shuffle that depends on the seed and the epoch alone."""
+    indices = []
+    for position in range(step * per_step, (step + 1) * per_step):
+        order = list(range(count))
+        random.Random(f"{seed} {position // count}").shuffle(order)
+        indices.append(order[position % count])
+    return indices
+
+
+# ---------------------------------------------------------------- run folder
+
+def new_folder(run, config):
+    what = [config.method] + ([config.credit, config.prune] if config.method == "murphy" else [])
+    name = time.strftime("%Y%m%d-%H%M%S-") + "-".join(what) + f"-seed{config.seed}"
+    folder = Path(run["out"] or Path("runs") / name)
+    if (folder / "config.json").exists():
+        raise BadInput(f"{folder} holds a run already; go on with it by --resume {folder}, or give another --out")
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"run": run, "config": asdict(config)}, indent=1) + "\n")
+    return folder
+
+
+def append(path, record):
+    with open(path, "a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def cut_log(path, steps):
+    """Drop lines of steps at or after `steps` (written after the checkpoint we go on from), and a half-written last line."""
+    if path.exists():
+        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        write_beside(path, "".join(line for line in lines if json.loads(line)["step"] < steps))
+
+
+def write_beside(path, text):
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def tree_record(tree, step):
+    """A whole tree as plain data, text included."""
+    nodes = [{"parent": n.parent, "turn": n.turn, "text": n.text, "code": n.code, "reward": n.reward, "credit": n.credit,
+              "advantage": n.advantage, "truncated": n.truncated, "tokens": len(n.response_ids), "status": n.verdict.status,
+              "feedback": n.verdict.feedback()} for n in tree.nodes]
+    return {"step": step, "task_id": tree.problem.task_id, "prompt": tree.problem.prompt, "nodes": nodes}
+
+
+def checkpoint_bytes(model):
+    return sum(p.numel() for p in model.parameters()) * 12  # fp32 weights, two Adam moments
+
+
+def check_disk(folder, model):
+    free, need = shutil.disk_usage(folder).free, 2 * checkpoint_bytes(model)
+    if free < need:
+        raise BadInput(f"{folder} has {free / 2**30:.1f} GiB free and its checkpoints need {need / 2**30:.1f}; "
+                       "free some space, or give --out on another disk")
+
+
+def save_checkpoint(folder, model, tokenizer, optimizer, step, keep):
+    """Written beside and renamed, so that whatever carries the final name is whole; then the oldest go."""
+    final = folder / "checkpoints" / f"step-{step:06d}"
+    part = final.with_name(final.name + ".part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        torch.save(optimizer.state_dict(), part / "optimizer.pt")
+        shutil.rmtree(final, ignore_errors=True)
+        part.rename(final)
+    except Exception as error:  # safetensors, torch and the OS each raise their own kind for a full disk
+        shutil.rmtree(part, ignore_errors=True)
+        raise BadInput(f"cannot write the checkpoint {final}: {one_line(error)}; earlier checkpoints are whole, so free some "
+                       f"space and run train.py --resume {folder}") from None
+    for old in checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
+
+
+def checkpoints(folder):
+    return sorted(p for p in (folder / "checkpoints").glob("step-*") if not p.name.endswith(".part"))
+
+
+# ---------------------------------------------------------------- evaluation and logs
+
+def held_out_scores(model, tokenizer, problems, executor, run, config, rank, world):
+    """Iter-1 ... Iter-k pass@1 in percent over all processes, greedy."""
+    sampling = replace(config.sampling, temperature=0.0)
+    with autocast(model):
+        _, solved = evaluate(model, tokenizer, problems[rank::world], executor, run["eval_iterations"], sampling)
+    counts = torch.tensor([[float(s) for s in row] for row in solved] or [[0.0] * run["eval_iterations"]], dtype=torch.float64)
+    return [round(100 * c / len(problems), 2) for c in all_reduce(counts.sum(0).to(model.device)).tolist()]
+
+
+def final_table(scores):
+    """Held-out pass@1 before and after, as text."""
+    header = "held-out pass@1  " + "  ".join(f"Iter-{k + 1:<2}" for k in range(len(scores[0][1])))
+    return "\n".join([header] + [f"{name:<15}" + "".join(f"{value:8.1f}" for value in row) for name, row in scores])
+
+
+def progress(bar, metrics):
+    shown = {"reward": metrics["reward_turn1"], "solved": metrics["solved_prompts"], "tok/s": metrics["tokens_per_second"]}
+    bar.set_postfix({k: "-" if v is None else f"{v:.0f}" if k == "tok/s" else f"{v:.2f}" for k, v in shown.items()})
+    bar.update()
+
+
+# ---------------------------------------------------------------- the run
+
+def train(argv):
+    run, config, resumed = settings_of(argv)
+    rank, world, device = start_processes()
+    first = rank == 0
+    hf_logging.disable_progress_bar()
+    problems = load_problems(run["dataset"], limit=run["max_problems"], seed=config.seed)
+    held_out = load_problems(run["eval_dataset"], limit=run["eval_problems"], split="heldout") if run["eval_dataset"] else []
+    tokenizer, model_config, path = load_tokenizer(run["model"])
+    check_prompts(problems + held_out, tokenizer, model_config, config.sampling)
+    folder = resumed or from_first(new_folder(run, config) if first else None)
+    last = checkpoints(folder)[-1] if checkpoints(folder) else None
+    done = int(last.name.split("-")[1]) if last else 0
+
+    # fp32 weights; the reference is the model before training, also after a resume
+    model = load_model(last or path, device)
+    reference = load_model(path, device).requires_grad_(False) if config.beta > 0 else None
+    check_disk(folder, model)
+    if run["gradient_checkpointing"]:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    if last:
+        optimizer.load_state_dict(torch.load(last / "optimizer.pt", map_location=device))
+    if first and resumed:
+        for name in ("metrics.jsonl", "trees.jsonl"):
+            cut_log(folder / name, done)
+    stop = StopFlag()
+    workers = run["workers"] or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+    with Executor(workers) as executor:
+        def held_out_eval(step):
+            if not held_out:
+                return
+            scores = held_out_scores(model, tokenizer, held_out, executor, run, config, rank, world)
+            if first:
+                append(folder / "eval.jsonl", {"step": step, "iter": scores})
+                tqdm.write(f"step {step}: held-out pass@1 " + ", ".join(f"Iter-{k + 1} {s:.1f}" for k, s in enumerate(scores)))
+
+        if done == 0:
+            held_out_eval(0)
+        bar = tqdm(total=config.steps, initial=done, disable=not first, desc=config.method, dynamic_ncols=True)
+        bad_steps = 0
+        for step in range(done, config.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = config.learning_rate * min(1.0, (step + 1) / max(config.warmup_steps, 1))
+            chosen = problems_of_step(len(problems), config.prompts_per_step, step, config.seed)[rank::world]
+            trees, metrics = murphy_step(model, reference, tokenizer, [problems[i] for i in chosen], executor, optimizer, config,
+                                         seed=(config.seed << 32) + step * world + rank)
+            check_replicas(model)
+            bad_steps = bad_steps + 1 if metrics["skipped"] else 0
+            if first:
+                append(folder / "metrics.jsonl", {"step": step} | metrics)
+                for tree in trees[:run["log_trees"]]:
+                    append(folder / "trees.jsonl", tree_record(tree, step))
+                progress(bar, metrics)
+            if bad_steps == 3:
+                raise BadInput(f"the loss was not finite in three steps running; {folder}/metrics.jsonl has them. "
+                               "Lower --learning-rate and start again from the last checkpoint")
+            ending = stop.asked() or step + 1 == config.steps
+            if ending or (step + 1) % run["save_every"] == 0:
+                if first:
+                    save_checkpoint(folder, model, tokenizer, optimizer, step + 1, run["keep"])
+            if ending and step + 1 < config.steps:
+                bar.close()
+                return print(f"stopped by a signal after step {step + 1}; go on with --resume {folder}") if first else None
+            if run["eval_every"] and (step + 1) % run["eval_every"] == 0 and step + 1 < config.steps:
+                held_out_eval(step + 1)
+        bar.close()
+        held_out_eval(config.steps)
+    if first:
+        report(folder)
+
+
+def report(folder):
+    if (folder / "eval.jsonl").exists():
+        scores = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+        print(final_table([("before", scores[0]["iter"]), ("after", scores[-1]["iter"])]))
+    print(f"run folder: {folder}")
+
+
+class StopFlag:
+    """Set by SIGTERM; asked() is the same on every process."""
+    def __init__(self):
+        self.set = False
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "set", True))
+
+    def asked(self):
+        device = "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+        return bool(all_reduce(torch.tensor(float(self.set), device=device), "max"))
+
+
+def main(argv=None):
+    try:
+        train(argv)
+    except BadInput as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in (28, 122):  # ENOSPC, EDQUOT
+            raise
+        print(f"train.py: the disk is full ({error.filename or 'run folder'}); free some space and use --resume", file=sys.stderr)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
