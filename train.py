@@ -323,7 +323,7 @@ def train(argv):
     reference = load_model(path, device).requires_grad_(False) if config.beta > 0 else None
     check_disk(folder, model)
     if run["gradient_checkpointing"]:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable()
         model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     if last:
