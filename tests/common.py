@@ -34,3 +34,46 @@ def slow_greedy(model, prefix_ids, length, stop):
         if ids[-1] in stop:
             break
     return ids[len(prefix_ids):]
+
+
+CHAT_TEMPLATE = ("{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] }}"
+                 "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+                 "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}")
+
+
+def byte_tokenizer(chat_template=CHAT_TEMPLATE):
+    """One token per byte, and three special ones; adds a begin-of-text token of its own unless told not to."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+    special = ["<pad>", "<bos>", "<eos>"]
+    vocab = {token: i for i, token in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.add_special_tokens(special)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",
+                                   chat_template=chat_template, model_max_length=512)
+
+
+class StubVerdict:
+    """What rollout asks of a verdict: given rewards, no programs run."""
+    def __init__(self, passed, infra=False, public=None):
+        self.passed, self.infra, self.public = passed, infra, public or [True] * len(passed)
+        self.status = ["infra" if infra else "passed" if p else "failed" for p in passed]
+        self.reward = sum(passed) / len(passed) if passed else 0.0
+
+    def visible(self):
+        return StubVerdict([p for p, shown in zip(self.passed, self.public) if shown], self.infra)
+
+    def feedback(self, max_chars=1000):
+        return f"Passed {sum(self.passed)} of {len(self.passed)} tests.".ljust(300, "!")[:max_chars]
+
+
+class StubExecutor:
+    """Judges by a function (code, position of the job) -> StubVerdict; remembers the jobs."""
+    def __init__(self, judge):
+        self.judge, self.jobs = judge, []
+
+    def run(self, jobs):
+        self.jobs += jobs
+        return [self.judge(code, len(self.jobs) - len(jobs) + i) for i, (code, _) in enumerate(jobs)]
