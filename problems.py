@@ -1,5 +1,29 @@
-"""Problems: what is asked of the model, what judges its programs, and the chat messages of a turn."""
-from dataclasses import dataclass, field
+"""Problems: what is asked of the model, what judges its programs, the chat messages of a turn, and the code of an answer.
+
+    problems = load_problems("tiny")                      # or a file, or a Hub data set: see load_problems
+    chat = messages(problems[0], attempt, feedback)       # for tokenizer.apply_chat_template
+    code = extract_code(answer, problems[0].starter_code) # "" when the answer holds no code
+
+Reads our own fields, KodCode and MBPP; the other benchmarks are in benchmarks.py. Leaves out: running anything
+(executor.py), and prose around code that has no fence (such an answer counts as no code).
+"""
+import ast
+import gzip
+import json
+import random
+import re
+import textwrap
+import warnings
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+FIX_INSTRUCTION = "Write the corrected program."
+ANSWER_FORMAT = "Put the whole program in one code block: ```python ... ```."
+KINDS = ("assert", "check", "pytest", "stdin", "call")
+
+
+class BadInput(ValueError):
+    """Input that the user has to change: one sentence says what is wrong, where, and what to do. Command lines exit with 2."""
 
 
 @dataclass(frozen=True)
@@ -33,3 +57,446 @@ class Problem:
     entry_point: str = ""
     source: str = ""
     difficulty: str = ""
+
+
+# ---------------------------------------------------------------- messages
+
+def messages(problem, attempt="", feedback=""):
+    """The chat of a turn, as list[{"role", "content"}]: the task; with an attempt (str) or feedback (str), those too.
+
+    Roles alternate whatever is missing. Reasoning of the attempt is not repeated.
+    """
+    chat = [{"role": "user", "content": problem.prompt}]
+    if attempt or feedback:
+        chat.append({"role": "assistant", "content": strip_reasoning(attempt).strip()})
+        chat.append({"role": "user", "content": f"{feedback.strip()}\n\n{FIX_INSTRUCTION}".strip()})
+    return chat
+
+
+def strip_reasoning(text):
+    """text (str) without <think>...</think>, also where the opening tag stood in the prompt or the closing one is missing."""
+    kept = ""
+    *closed, last = text.split("</think>")
+    for piece in closed:
+        before, tag, _ = piece.partition("<think>")
+        kept = kept + before if tag else ""  # no opening tag: all before the closing one was reasoning
+    return kept + last.partition("<think>")[0]
+
+
+# ---------------------------------------------------------------- code of an answer
+
+# Possessive quantifiers (++, {3,}+): no backtracking, so hostile lines cost no more than others.
+FENCE = re.compile(r"(?P<before>[ \t]*+)(?P<ticks>`{3,}+|~{3,}+)(?P<info>[^`]*+)$")
+FENCE_AFTER_PROSE = re.compile(r"(?<![`~])(?P<ticks>`{3,}+|~{3,}+)[ \t]*+(?P<info>\{?\.?py\w*+\}?)[ \t]*+$", re.I)
+SPECIAL_TOKEN = re.compile(r"<[|｜][a-z0-9_▁]{3,}+[|｜]>|</s>\s*+\Z")  # <|im_end|>, <|endoftext|>, <｜end▁of▁sentence｜>
+DEFINITION = re.compile(r"^([ \t]*+)(?:async[ \t]+)?(def|class)[ \t]+(\w+)", re.M)
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+ODD_SPACES = {ord(c): " " for c in "\xa0\u2002\u2003\u2009\u202f\u3000"} | {ord(c): None for c in "\u200b\ufeff"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its text, and whether its tag says Python, or nothing."""
+    code: str
+    python: bool
+
+
+def extract_code(response, starter_code=""):
+    """The program in an answer (str), "" when there is none. Never raises.
+
+    starter_code (str) is what the answer may continue or leave out: a signature, or a HumanEval prompt. Its last top-level
+    function or class is the asked-for one. A whole-function answer is put after what stands before that function, a bare
+    body after all of it. Of several blocks: the last that defines what was asked for, else the longest that parses, else the last.
+    """
+    text, starter = clean(response or ""), clean(starter_code or "").rstrip()
+    blocks = list(fenced_blocks(text.split("\n")))
+    program = as_program(choose(blocks, starter), starter) if blocks else ""
+    if not is_code(parse(program)):  # no fence, or a stray one after the code
+        unfenced = re.split(r"^[ \t]*+(?:```|~~~)", unquote(text), maxsplit=1, flags=re.M)[0]
+        unfenced = as_program(plain_spaces(unfenced), starter)
+        program = unfenced if is_code(parse(unfenced)) else program
+    return program.strip("\n")
+
+
+def clean(text):
+    """Plain line ends, no lone surrogates, no reasoning, nothing from the first special token on (leading ones aside)."""
+    text = text.encode("utf-8", "replace").decode().replace("\r\n", "\n").replace("\r", "\n")
+    text = re.sub(r"\A(?:\s*+<\|[a-z_]++\|>)+", "", strip_reasoning(text).lstrip("\ufeff"))
+    return SPECIAL_TOKEN.split(text, maxsplit=1)[0]
+
+
+def plain_spaces(code):
+    """code with plain spaces for exotic ones, where that is what keeps it from parsing (in a string they may be meant)."""
+    return code if code.isascii() or parse(code) else code.translate(ODD_SPACES)
+
+
+def unquote(text):
+    """The inside of [BEGIN] ... [DONE] and of quotes around the whole answer, as few-shot prompts teach them."""
+    inside = re.search(r"\[BEGIN\](.*?)(?:\[DONE\]|\Z)", text, re.S)
+    text = inside[1] if inside else text
+    quoted = re.fullmatch(r"\s*+('''|\"\"\"|['\"])(.*)\1\s*+", text, re.S)
+    return quoted[2] if quoted else text
+
+
+def fenced_blocks(lines, depth=0):
+    """The non-empty Blocks in lines, in order; those inside a block that is no Python (a Markdown document) come after it."""
+    i = 0
+    while i < len(lines):
+        fence, i = FENCE.match(lines[i]) or FENCE_AFTER_PROSE.search(lines[i]), i + 1
+        if not fence:
+            continue
+        info = fence["info"].strip()
+        end = closing(lines, i, fence["ticks"], python := not info or bool(re.match(r"\{?\.?py", info, re.I)))
+        body, i = lines[i:end], end + 1
+        if re.match(r"(?:def|class|import|from)\s|@\w", info):  # the tag was forgotten: no part of the program is eaten
+            body, python = [info] + body, True
+        indent = fence.groupdict().get("before")
+        code = textwrap.dedent("\n".join(body)) if indent is None else "\n".join(line.removeprefix(indent) for line in body)
+        if code.strip():
+            yield Block(code := plain_spaces(code), python)
+        if depth < 3 and ("```" in code or "~~~" in code) and not parse(code):
+            yield from fenced_blocks(body, depth + 1)
+
+
+def closing(lines, start, ticks, python):
+    """The index of the line that closes a block opened before `start`, len(lines) if none does."""
+    first, inside = len(lines), ""
+    for i in range(start, len(lines)):
+        line = lines[i].strip()
+        if line.startswith(ticks) and not line.strip(ticks[0]):
+            first = min(first, i)
+            if not inside:
+                return i
+        elif python:  # a fence within a docstring does not close
+            for quotes in re.findall(r"\"\"\"|'''", line):
+                inside = "" if inside == quotes else inside or quotes
+    return first
+
+
+def choose(blocks, starter):
+    """The code of the block that is the answer: see extract_code."""
+    codes = [b.code for b in blocks if b.python] or [b.code for b in blocks]
+    name, named = asked_for(starter), re.compile(rf"^[ \t]*(?:async )?(?:def|class)\s+{asked_for(starter)}\b", re.M)
+    if name:
+        for answers in (lambda code: defines(parse(code), name), lambda code: defines(parse(as_program(code, starter)), name),
+                        named.search):
+            for code in reversed(codes):
+                if answers(code):
+                    return code
+    return longest_program(codes) or codes[-1]
+
+
+def longest_program(codes):
+    """The longest code that parses ("" if none does), or the last that defines the same names: an earlier one is its draft.
+
+    Code that only uses what another block defines is an example of use.
+    """
+    defined = {code: defined_names(tree) for code in codes if is_code(tree := parse(code))}
+    used = {code: {n.id for n in ast.walk(parse(code)) if isinstance(n, ast.Name)} for code, names in defined.items() if not names}
+    everything = set().union(*defined.values())
+    programs = [code for code in defined if not used.get(code, set()) & everything]
+    best = max(reversed(programs), key=len, default="")
+    return next((code for code in reversed(programs) if defined[best] and defined[code] >= defined[best]), best)
+
+
+# ---------------------------------------------------------------- code and starter code to a program
+
+def parse(code):
+    """The syntax tree of code, None if it is no Python. Never raises."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "\d" in a string of the model is not our warning
+            return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+        return None
+
+
+def is_code(tree):
+    """Whether a tree does something: `Sorry`, `42` and `Note: none` parse, but are prose."""
+    def acts(node):
+        if isinstance(node, ast.Expr):
+            return any(isinstance(n, ast.Call) for n in ast.walk(node))
+        return not isinstance(node, ast.AnnAssign) or node.value is not None
+    return tree is not None and any(acts(node) for node in tree.body)
+
+
+def defined_names(tree):
+    """Names of the functions and classes that stand at the top level of a tree."""
+    return {n.name for n in tree.body if isinstance(n, FUNCTION + (ast.ClassDef,))}
+
+
+def defines(tree, name):
+    """Whether a tree gives `name` a meaning at the top level; a function that is only a docstring or `pass` does not count."""
+    def is_stub(node):
+        return all(isinstance(n, ast.Pass) or isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)
+                   or isinstance(n, FUNCTION) and is_stub(n) for n in node.body)
+    for node in reversed(tree.body if tree else []):
+        if getattr(node, "name", "") == name:
+            return not is_stub(node)
+        if isinstance(node, ast.Assign) and any(getattr(t, "id", "") == name for t in node.targets):
+            return True
+    return False
+
+
+def returns_at_top(tree):
+    """Whether a `return` stands outside any function: the code is the body of one."""
+    nodes = list(tree.body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Return):
+            return True
+        if not isinstance(node, FUNCTION + (ast.expr,)):
+            nodes.extend(ast.iter_child_nodes(node))
+    return False
+
+
+def asked_for(starter):
+    """The name of the last top-level function or class of the starter code, "" if it has none."""
+    return next((m[3] for m in reversed(list(DEFINITION.finditer(starter))) if not m[1]), "")
+
+
+def as_program(code, starter):
+    """code completed by the starter code, where it needs it; code itself where it does not, or where nothing fits."""
+    code = code.strip("\n")
+    whole = textwrap.dedent(code)
+    tree, name = parse(whole), asked_for(starter)
+    if not name:
+        return whole
+    if defines(tree, name):
+        return after_head(starter, whole)
+    method = list(DEFINITION.finditer(starter))[-1][3]
+    if method != name and defines(tree, method):  # a method without its class
+        return f"{whole}\n\n\nclass {name}:\n    {method} = {method}"
+    if tree is None or code[:1].isspace() or returns_at_top(tree):
+        for body in bodies(code, starter):
+            program = f"{starter}\n{body}"
+            if (tree := parse(program)) and not returns_at_top(tree):
+                return program
+    return whole
+
+
+def after_head(starter, program):
+    """A whole-function answer after what stands before the function in the starter code: imports, helpers."""
+    head = starter[:[m for m in DEFINITION.finditer(starter) if not m[1]][-1].start()].strip()
+    tree = parse(head)
+    if head in program or tree is None or not tree.body:
+        return program
+    future = re.findall(r"^from __future__ import .*$", program, re.M)  # must stay first
+    return "\n".join(future + [head, "", "", re.sub(r"^from __future__ import .*\n", "", program, flags=re.M)])
+
+
+def bodies(code, starter):
+    """Ways to read code as the body of the starter's function: as it is, first line indented anew, all of it, both."""
+    if code.lstrip().startswith(starter.strip()):  # the prompt was repeated
+        code = code.lstrip()[len(starter.strip()):].strip("\n")
+    outer, last = list(DEFINITION.finditer(starter))[-1][1], re.match(r"[ \t]*", starter.split("\n")[-1])[0]
+    indent = last if len(last) > len(outer) else outer + "    "
+    first, _, rest = code.partition("\n")
+    margin = min((re.match(r"[ \t]*", line)[0] for line in rest.split("\n") if line.strip()), key=len, default="")
+    yield code
+    yield f"{indent}{first.lstrip()}\n{rest}"
+    yield textwrap.indent(textwrap.dedent(code), indent)
+    yield textwrap.indent(textwrap.dedent(f"{margin}{first.lstrip()}\n{rest}"), indent)
+
+
+# ---------------------------------------------------------------- rows of training data
+
+def own_problem(row):
+    """Our own fields: task_id, prompt, tests [{"kind", "code", ...}]; starter_code, entry_point, source, difficulty if wanted."""
+    known = [f.name for f in fields(Test)]
+    tests = []
+    for test in row["tests"]:
+        if test["kind"] not in KINDS or set(test) - set(known):
+            raise ValueError(f"a test has {test}; kind is one of {', '.join(KINDS)} and the other fields are {', '.join(known[1:])}")
+        tests.append(Test(**test))
+    optional = {name: str(row.get(name) or "") for name in ("starter_code", "entry_point", "source", "difficulty")}
+    return Problem(str(row["task_id"]), row["prompt"], tests, **optional)
+
+
+def kodcode_problem(row):
+    """KodCode: one pytest Test per test function. The prompt declares what the tests call, since the question often does not."""
+    code = row["test"] if "test" in row else row["test_code"]
+    question = row["question"].strip()
+    wanted = declarations(row.get("solution") or "", code)
+    if defines_text(question, wanted):  # style "complete": the question is the function to fill in
+        prompt, starter = f"Complete this program.\n\n```python\n{question}\n```", question
+    else:
+        shown = "\n\n".join(wanted.values())
+        prompt = f"{question}\n\nDeclare:\n```python\n{shown}\n```" if wanted else question
+        starter = next(iter(wanted.values()), "").partition("\n    ...")[0]
+    if not re.search(r"^\s*(?:from|import) solution\b", code, re.M):
+        code = f"from solution import *\n{code}"
+    tests = [Test("pytest", part) for part in split_pytest(code)]
+    return Problem(str(row["question_id"]), f"{prompt}\n\n{ANSWER_FORMAT}", tests, starter, next(iter(wanted), ""), "kodcode",
+                   str(row.get("gpt_difficulty") or ""))
+
+
+def defines_text(question, wanted):
+    """Whether the question is itself a program with everything that is wanted."""
+    tree = parse(question)
+    return bool(wanted) and tree is not None and set(wanted) <= defined_names(tree)
+
+
+def declarations(solution, test_code):
+    """{name: "def name(args):\n    ..."} of the solution's functions and classes that the tests name; imported ones first."""
+    tree = parse(solution)
+    imported = re.findall(r"^from solution import (.+)$", test_code, re.M)
+    used = dict.fromkeys(re.findall(r"\w+", " ".join(imported)) + re.findall(r"\w+", test_code))
+    nodes = {n.name: n for n in tree.body if isinstance(n, FUNCTION + (ast.ClassDef,))} if tree else {}
+    return {name: declaration(nodes[name]) for name in used if name in nodes}
+
+
+def declaration(node):
+    """The first lines of a function, or of a class and its methods, with `...` for every body."""
+    def hollow(node):
+        methods = [hollow(n) for n in node.body if isinstance(n, FUNCTION)] if isinstance(node, ast.ClassDef) else []
+        changed = {name: value for name, value in ast.iter_fields(node)} | {
+            "decorator_list": [], "body": methods or [ast.Expr(ast.Constant(...))]}
+        return type(node)(**changed)
+    return ast.unparse(ast.fix_missing_locations(hollow(node)))
+
+
+def split_pytest(code):
+    """A test file as one file per test function, so that the reward is a fraction; [code] where the functions lean on each other."""
+    tree = parse(code)
+    tests = [n for n in tree.body if isinstance(n, FUNCTION) and n.name.startswith("test")] if tree else []
+    names = {n.name for n in tests}
+    if len(names) < 2 or len(names) < len(tests) or any(n.name.startswith("Test") for n in tree.body if isinstance(n, ast.ClassDef)):
+        return [code]
+    guards = [n for n in tree.body if isinstance(n, ast.If) and "__name__" in ast.unparse(n.test)]
+    others = [n for n in tree.body if n not in guards]
+    if any(isinstance(n, ast.Name) and n.id in names for node in others for n in ast.walk(node)):
+        return [code]
+    lines = code.split("\n")
+    spans = [range(min([n.lineno] + [d.lineno for d in getattr(n, "decorator_list", [])]) - 1, n.end_lineno) for n in tests + guards]
+    taken = {i for span in spans for i in span}
+    shared = "\n".join(line for i, line in enumerate(lines) if i not in taken).strip("\n")
+    return [f"{shared}\n\n\n{chr(10).join(lines[i] for i in span)}\n" for span in spans[:len(tests)]]
+
+
+def mbpp_problem(row):
+    """MBPP, full ("text", "test_setup_code") or sanitized ("prompt", "test_imports"). The first assert is shown, the others judge."""
+    setup = "\n".join(row.get("test_imports") or []) or row.get("test_setup_code") or ""
+    asserts = [plain_lines(f"{setup}\n{test}") for test in row["test_list"]]
+    tests = [Test("assert", test, public=i == 0) for i, test in enumerate(asserts)]
+    wanted = declarations(plain_lines(row.get("code") or ""), row["test_list"][0]) if tests else {}
+    name = next((n for n in re.findall(r"\w+", row["test_list"][0]) if n in wanted), "") if tests else ""
+    prompt = f"{(row.get('text') or row['prompt']).strip()}\n\nThe program must pass this test:\n```python\n{asserts[0]}\n```\n\n{ANSWER_FORMAT}" if tests else ""
+    return Problem(f"Mbpp/{row['task_id']}", prompt, tests, wanted.get(name, "").partition("\n    ...")[0], name, "mbpp")
+
+
+def plain_lines(text):
+    """text with Unix line ends and without blank ends."""
+    return text.replace("\r\n", "\n").strip()
+
+
+CONVERTERS = {"own": own_problem, "kodcode": kodcode_problem, "mbpp": mbpp_problem}
+
+
+def format_of(row):
+    """The name of a row's format, told by its fields."""
+    for name, needed in (("own", {"tests", "prompt"}), ("kodcode", {"question", "question_id"}), ("mbpp", {"test_list", "task_id"})):
+        if isinstance(row, dict) and needed <= set(row):
+            return name
+    found = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
+    raise ValueError(f"its fields ({found}) are neither ours (task_id, prompt, tests), nor KodCode's (question_id, question, test), "
+                     "nor MBPP's (task_id, text or prompt, test_list)")
+
+
+# ---------------------------------------------------------------- files and data sets
+
+def read_rows(path):
+    """[(row number, row)] of a .jsonl, .json (a list), .gz of either, or .parquet file. Raises BadInput if it cannot be read."""
+    path = Path(path)
+    try:
+        if path.suffix == ".parquet":
+            return list(enumerate(read_parquet(path), 1))
+        text = (gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8")).read()
+    except (OSError, EOFError, UnicodeDecodeError, ValueError) as error:
+        raise BadInput(f"cannot read {path}: {error}; give a .jsonl, .json, .gz or .parquet file") from None
+    try:
+        if text.lstrip().startswith("["):
+            return list(enumerate(json.loads(text), 1))
+        lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+        return [(i, json.loads(line)) for i, line in lines]
+    except ValueError as error:
+        at = next((f", row {i}" for i, line in enumerate(text.split("\n"), 1) if line.strip() and not is_json(line)), "")
+        raise BadInput(f"{path}{at} is not JSON: {error}; write one object a line, or one list") from None
+
+
+def is_json(line):
+    try:
+        return json.loads(line) is not None
+    except ValueError:
+        return False
+
+
+def read_parquet(path):
+    try:
+        from pyarrow import parquet  # comes with datasets
+    except ImportError:
+        raise BadInput(f"{path} is a Parquet file: `pip install datasets` to read it, or give a .jsonl file") from None
+    return parquet.read_table(path).to_pylist()
+
+
+def to_problems(rows, where, convert=None, skip_bad_rows=False):
+    """Problems of [(number, row)]; `where` (str) names their file in errors. Returns (problems, messages of skipped rows).
+
+    `convert` (row -> Problem) is told by the fields if not given. Raises BadInput for a row that cannot be read, a row
+    without tests, an id that came before, and when no problem is left.
+    """
+    problems, skipped, seen = [], [], {}
+    for number, row in rows:
+        try:
+            problem = (convert or CONVERTERS[format_of(row)])(row)
+            if not problem.tests:
+                raise ValueError("it has no tests")
+            if problem.task_id in seen:
+                raise ValueError(f"task id {problem.task_id} is that of row {seen[problem.task_id]} too")
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            reason = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
+            skipped.append(f"{where}, row {number}: {reason}")
+            if not skip_bad_rows:
+                raise BadInput(f"{skipped[-1]}; correct the row or leave it out") from None
+            continue
+        seen[problem.task_id] = number
+        problems.append(problem)
+    if not problems:
+        raise BadInput(f"{where} holds no problem{' that can be read, the first for this: ' + skipped[0] if skipped else ''}; give another file")
+    return problems, skipped
+
+
+def load_problems(source="tiny", limit=None, seed=0, split="train"):
+    """Problems (list) to train on, or to watch while training (split="heldout").
+
+    source (str): "tiny", a .jsonl/.json/.gz/.parquet file in our own, KodCode's or MBPP's fields, or a data set of the Hub
+    with such fields, as KodCode/KodCode-V1. limit (int): at most so many; for split "train" drawn by seed, else the first.
+    Raises BadInput.
+    """
+    if source == "tiny":
+        source = Path(__file__).parent / "tiny" / ("train.jsonl" if split == "train" else "heldout.jsonl")
+    if Path(source).suffix in (".jsonl", ".json", ".gz", ".parquet") or Path(source).exists():
+        problems, _ = to_problems(read_rows(source), str(source))
+        order = chosen(len(problems), limit, seed, split)
+        return [problems[i] for i in order]
+    data = hub_data(str(source), split="train" if split == "train" else "test")
+    return to_problems([(i, data[i]) for i in chosen(len(data), limit, seed, split)], f"{source} ({split})")[0]
+
+
+def chosen(count, limit, seed, split):
+    """Indices of the problems to take: a draw by seed for training, else the first."""
+    limit = count if limit is None else min(limit, count)
+    return random.Random(seed).sample(range(count), limit) if split == "train" else list(range(limit))
+
+
+def hub_data(name, config=None, split="train"):
+    """A data set of the Hub. Raises BadInput if `datasets` is missing or the data set cannot be had."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise BadInput(f"{name} is a data set of the Hub: `pip install datasets` to read it, or give a .jsonl file") from None
+    try:
+        return load_dataset(name, config, split=split)
+    except Exception as error:  # datasets and the Hub client raise many kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BadInput(f"cannot load {name} ({split}) from the Hub: {reason}; give a file, or check the name and the network") from None
