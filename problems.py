@@ -4,8 +4,8 @@
     chat = messages(problems[0], attempt, feedback)       # for tokenizer.apply_chat_template
     code = extract_code(answer, problems[0].starter_code) # "" when the answer holds no code
 
-Reads our own fields, KodCode and MBPP; the other benchmarks are in benchmarks.py. Leaves out: running anything
-(executor.py), and prose around code that has no fence (such an answer counts as no code).
+The fields of KodCode, MBPP and the other data sets are read in benchmarks.py. Leaves out: running anything (executor.py),
+and code without a fence between prose (such an answer counts as no code).
 """
 import ast
 import gzip
@@ -14,12 +14,14 @@ import random
 import re
 import textwrap
 import warnings
+import zlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 FIX_INSTRUCTION = "Write the corrected program."
 ANSWER_FORMAT = "Put the whole program in one code block: ```python ... ```."
 KINDS = ("assert", "check", "pytest", "stdin", "call")
+TINY = Path(__file__).parent / "tiny"
 
 
 class BadInput(ValueError):
@@ -299,7 +301,7 @@ def bodies(code, starter):
     yield textwrap.indent(textwrap.dedent(f"{margin}{first.lstrip()}\n{rest}"), indent)
 
 
-# ---------------------------------------------------------------- rows of training data
+# ---------------------------------------------------------------- files and data sets
 
 def own_problem(row):
     """Our own fields: task_id, prompt, tests [{"kind", "code", ...}]; starter_code, entry_point, source, difficulty if wanted."""
@@ -313,125 +315,33 @@ def own_problem(row):
     return Problem(str(row["task_id"]), row["prompt"], tests, **optional)
 
 
-def kodcode_problem(row):
-    """KodCode: one pytest Test per test function. The prompt declares what the tests call, since the question often does not."""
-    code = row["test"] if "test" in row else row["test_code"]
-    question = row["question"].strip()
-    wanted = declarations(row.get("solution") or "", code)
-    if defines_text(question, wanted):  # style "complete": the question is the function to fill in
-        prompt, starter = f"Complete this program.\n\n```python\n{question}\n```", question
-    else:
-        shown = "\n\n".join(wanted.values())
-        prompt = f"{question}\n\nDeclare:\n```python\n{shown}\n```" if wanted else question
-        starter = next(iter(wanted.values()), "").partition("\n    ...")[0]
-    if not re.search(r"^\s*(?:from|import) solution\b", code, re.M):
-        code = f"from solution import *\n{code}"
-    tests = [Test("pytest", part) for part in split_pytest(code)]
-    return Problem(str(row["question_id"]), f"{prompt}\n\n{ANSWER_FORMAT}", tests, starter, next(iter(wanted), ""), "kodcode",
-                   str(row.get("gpt_difficulty") or ""))
-
-
-def defines_text(question, wanted):
-    """Whether the question is itself a program with everything that is wanted."""
-    tree = parse(question)
-    return bool(wanted) and tree is not None and set(wanted) <= defined_names(tree)
-
-
-def declarations(solution, test_code):
-    """{name: "def name(args):\n    ..."} of the solution's functions and classes that the tests name; imported ones first."""
-    tree = parse(solution)
-    imported = re.findall(r"^from solution import (.+)$", test_code, re.M)
-    used = dict.fromkeys(re.findall(r"\w+", " ".join(imported)) + re.findall(r"\w+", test_code))
-    nodes = {n.name: n for n in tree.body if isinstance(n, FUNCTION + (ast.ClassDef,))} if tree else {}
-    return {name: declaration(nodes[name]) for name in used if name in nodes}
-
-
-def declaration(node):
-    """The first lines of a function, or of a class and its methods, with `...` for every body."""
-    def hollow(node):
-        methods = [hollow(n) for n in node.body if isinstance(n, FUNCTION)] if isinstance(node, ast.ClassDef) else []
-        changed = {name: value for name, value in ast.iter_fields(node)} | {
-            "decorator_list": [], "body": methods or [ast.Expr(ast.Constant(...))]}
-        return type(node)(**changed)
-    return ast.unparse(ast.fix_missing_locations(hollow(node)))
-
-
-def split_pytest(code):
-    """A test file as one file per test function, so that the reward is a fraction; [code] where the functions lean on each other."""
-    tree = parse(code)
-    tests = [n for n in tree.body if isinstance(n, FUNCTION) and n.name.startswith("test")] if tree else []
-    names = {n.name for n in tests}
-    if len(names) < 2 or len(names) < len(tests) or any(n.name.startswith("Test") for n in tree.body if isinstance(n, ast.ClassDef)):
-        return [code]
-    guards = [n for n in tree.body if isinstance(n, ast.If) and "__name__" in ast.unparse(n.test)]
-    others = [n for n in tree.body if n not in guards]
-    if any(isinstance(n, ast.Name) and n.id in names for node in others for n in ast.walk(node)):
-        return [code]
-    lines = code.split("\n")
-    spans = [range(min([n.lineno] + [d.lineno for d in getattr(n, "decorator_list", [])]) - 1, n.end_lineno) for n in tests + guards]
-    taken = {i for span in spans for i in span}
-    shared = "\n".join(line for i, line in enumerate(lines) if i not in taken).strip("\n")
-    return [f"{shared}\n\n\n{chr(10).join(lines[i] for i in span)}\n" for span in spans[:len(tests)]]
-
-
-def mbpp_problem(row):
-    """MBPP, full ("text", "test_setup_code") or sanitized ("prompt", "test_imports"). The first assert is shown, the others judge."""
-    setup = "\n".join(row.get("test_imports") or []) or row.get("test_setup_code") or ""
-    asserts = [plain_lines(f"{setup}\n{test}") for test in row["test_list"]]
-    tests = [Test("assert", test, public=i == 0) for i, test in enumerate(asserts)]
-    wanted = declarations(plain_lines(row.get("code") or ""), row["test_list"][0]) if tests else {}
-    name = next((n for n in re.findall(r"\w+", row["test_list"][0]) if n in wanted), "") if tests else ""
-    prompt = f"{(row.get('text') or row['prompt']).strip()}\n\nThe program must pass this test:\n```python\n{asserts[0]}\n```\n\n{ANSWER_FORMAT}" if tests else ""
-    return Problem(f"Mbpp/{row['task_id']}", prompt, tests, wanted.get(name, "").partition("\n    ...")[0], name, "mbpp")
-
-
-def plain_lines(text):
-    """text with Unix line ends and without blank ends."""
-    return text.replace("\r\n", "\n").strip()
-
-
-CONVERTERS = {"own": own_problem, "kodcode": kodcode_problem, "mbpp": mbpp_problem}
-
-
-def format_of(row):
-    """The name of a row's format, told by its fields."""
-    for name, needed in (("own", {"tests", "prompt"}), ("kodcode", {"question", "question_id"}), ("mbpp", {"test_list", "task_id"})):
-        if isinstance(row, dict) and needed <= set(row):
-            return name
-    found = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
-    raise ValueError(f"its fields ({found}) are neither ours (task_id, prompt, tests), nor KodCode's (question_id, question, test), "
-                     "nor MBPP's (task_id, text or prompt, test_list)")
-
-
-# ---------------------------------------------------------------- files and data sets
-
 def read_rows(path):
-    """[(row number, row)] of a .jsonl, .json (a list), .gz of either, or .parquet file. Raises BadInput if it cannot be read."""
-    path = Path(path)
+    """Yields (label, row) of a .jsonl, .json (a list), .gz of either, or .parquet file; label (str) says file and row. Raises BadInput."""
+    path, number = Path(path), 0
     try:
         if path.suffix == ".parquet":
-            return list(enumerate(read_parquet(path), 1))
-        text = (gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8")).read()
-    except (OSError, EOFError, UnicodeDecodeError, ValueError) as error:
-        raise BadInput(f"cannot read {path}: {error}; give a .jsonl, .json, .gz or .parquet file") from None
-    try:
-        if text.lstrip().startswith("["):
-            return list(enumerate(json.loads(text), 1))
-        lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-        return [(i, json.loads(line)) for i, line in lines]
-    except ValueError as error:
-        at = next((f", row {i}" for i, line in enumerate(text.split("\n"), 1) if line.strip() and not is_json(line)), "")
-        raise BadInput(f"{path}{at} is not JSON: {error}; write one object a line, or one list") from None
+            yield from labelled(path, read_parquet(path))
+            return
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if number == 1 and line.lstrip().startswith("["):  # one list; else an object a line
+                    yield from labelled(path, json.loads(line + file.read()))
+                    return
+                if line.strip():
+                    yield f"{path}, row {number}", json.loads(line)
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadInput(f"cannot read {path} ({error}); give a .jsonl, .json, .gz or .parquet file") from None
+    except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors
+        at = f", row {number}," if number else ""
+        raise BadInput(f"{path}{at} is not JSON ({error}); write one object a line, or one list") from None
 
 
-def is_json(line):
-    try:
-        return json.loads(line) is not None
-    except ValueError:
-        return False
+def labelled(source, rows):
+    return ((f"{source}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
 def read_parquet(path):
+    """The rows of a Parquet file. Raises BadInput without the package, OSError or ValueError for a broken file."""
     try:
         from pyarrow import parquet  # comes with datasets
     except ImportError:
@@ -439,48 +349,51 @@ def read_parquet(path):
     return parquet.read_table(path).to_pylist()
 
 
-def to_problems(rows, where, convert=None, skip_bad_rows=False):
-    """Problems of [(number, row)]; `where` (str) names their file in errors. Returns (problems, messages of skipped rows).
+def to_problems(rows, where, convert, limit=None, skip_bad_rows=False):
+    """Problems of (label, row) pairs by `convert`: row -> Problem, or None for a row that is not wanted. `where` (str): their source.
 
-    `convert` (row -> Problem) is told by the fields if not given. Raises BadInput for a row that cannot be read, a row
-    without tests, an id that came before, and when no problem is left.
+    Returns (list[Problem], list[str]: one sentence a skipped row). Raises BadInput for a row that cannot be read, has no
+    tests or has an id that came before (unless skip_bad_rows), and when no problem is left.
     """
     problems, skipped, seen = [], [], {}
-    for number, row in rows:
+    for label, row in rows:
         try:
-            problem = (convert or CONVERTERS[format_of(row)])(row)
+            if (problem := convert(row)) is None:
+                continue
             if not problem.tests:
                 raise ValueError("it has no tests")
-            if problem.task_id in seen:
-                raise ValueError(f"task id {problem.task_id} is that of row {seen[problem.task_id]} too")
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            reason = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
-            skipped.append(f"{where}, row {number}: {reason}")
+            if seen.setdefault(problem.task_id, label) != label:
+                raise ValueError(f"its task id {problem.task_id} is also that of {seen[problem.task_id]}")
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            skipped.append(f"{label}: " + (f"field {error} is missing" if isinstance(error, KeyError) else one_line(error)))
             if not skip_bad_rows:
                 raise BadInput(f"{skipped[-1]}; correct the row or leave it out") from None
             continue
-        seen[problem.task_id] = number
         problems.append(problem)
+        if len(problems) == limit:
+            break
     if not problems:
-        raise BadInput(f"{where} holds no problem{' that can be read, the first for this: ' + skipped[0] if skipped else ''}; give another file")
+        reason = f"no problem that can be read ({skipped[0]})" if skipped else "no problem that is wanted"
+        raise BadInput(f"{where} holds {reason}; give another file or other limits")
     return problems, skipped
 
 
 def load_problems(source="tiny", limit=None, seed=0, split="train"):
     """Problems (list) to train on, or to watch while training (split="heldout").
 
-    source (str): "tiny", a .jsonl/.json/.gz/.parquet file in our own, KodCode's or MBPP's fields, or a data set of the Hub
-    with such fields, as KodCode/KodCode-V1. limit (int): at most so many; for split "train" drawn by seed, else the first.
-    Raises BadInput.
+    source (str): "tiny"; a .jsonl/.json/.gz/.parquet file in our own, KodCode's, MBPP's or another benchmark's fields; or a
+    data set of the Hub with such fields, as KodCode/KodCode-V1. limit (int): at most so many; for split "train" drawn by
+    seed, else the first. Raises BadInput.
     """
+    from benchmarks import convert_any  # here, because benchmarks.py imports the types above
     if source == "tiny":
-        source = Path(__file__).parent / "tiny" / ("train.jsonl" if split == "train" else "heldout.jsonl")
+        source = TINY / ("train.jsonl" if split == "train" else "heldout.jsonl")
     if Path(source).suffix in (".jsonl", ".json", ".gz", ".parquet") or Path(source).exists():
-        problems, _ = to_problems(read_rows(source), str(source))
-        order = chosen(len(problems), limit, seed, split)
-        return [problems[i] for i in order]
-    data = hub_data(str(source), split="train" if split == "train" else "test")
-    return to_problems([(i, data[i]) for i in chosen(len(data), limit, seed, split)], f"{source} ({split})")[0]
+        problems, _ = to_problems(read_rows(source), str(source), convert_any)
+        return [problems[i] for i in chosen(len(problems), limit, seed, split)]
+    rows = hub_rows(str(source), split="train" if split == "train" else "test")
+    rows = ((f"{source}, row {i + 1}", rows[i]) for i in chosen(len(rows), limit, seed, split))
+    return to_problems(rows, source, convert_any)[0]
 
 
 def chosen(count, limit, seed, split):
@@ -489,8 +402,8 @@ def chosen(count, limit, seed, split):
     return random.Random(seed).sample(range(count), limit) if split == "train" else list(range(limit))
 
 
-def hub_data(name, config=None, split="train"):
-    """A data set of the Hub. Raises BadInput if `datasets` is missing or the data set cannot be had."""
+def hub_rows(name, config=None, split="train"):
+    """A data set of the Hub, indexable. Raises BadInput if `datasets` is missing or the data set cannot be had."""
     try:
         from datasets import load_dataset
     except ImportError:
@@ -498,5 +411,10 @@ def hub_data(name, config=None, split="train"):
     try:
         return load_dataset(name, config, split=split)
     except Exception as error:  # datasets and the Hub client raise many kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadInput(f"cannot load {name} ({split}) from the Hub: {reason}; give a file, or check the name and the network") from None
+        raise BadInput(f"cannot load {name} ({split}) from the Hub: {one_line(error)}; give a file, or check the name and the "
+                       "network") from None
+
+
+def one_line(error):
+    """The first line of an exception's text, its type where there is none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
