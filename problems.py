@@ -63,7 +63,7 @@ class Problem:
 
 # ---------------------------------------------------------------- messages
 
-def messages(problem, attempt="", feedback=""):
+def messages(problem, attempt="", feedback="", instruction=FIX_INSTRUCTION):
     """The chat of a turn, as list[{"role", "content"}]: the task; with an attempt (str) or feedback (str), those too.
 
     Roles alternate whatever is missing. Reasoning of the attempt is not repeated.
@@ -71,7 +71,7 @@ def messages(problem, attempt="", feedback=""):
     chat = [{"role": "user", "content": problem.prompt}]
     if attempt or feedback:
         chat.append({"role": "assistant", "content": strip_reasoning(attempt).strip()})
-        chat.append({"role": "user", "content": f"{feedback.strip()}\n\n{FIX_INSTRUCTION}".strip()})
+        chat.append({"role": "user", "content": f"{feedback.strip()}\n\n{instruction}".strip()})
     return chat
 
 

@@ -12,12 +12,12 @@ Left out: batching across processes, other inference engines, recurrent (non-KV)
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from problems import BadInput, Problem, extract_code, messages
+from problems import FIX_INSTRUCTION, BadInput, Problem, extract_code, messages
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Node:
     reward: float | None = None      # None: the executor failed, not the program
     credit: float | None = None      # after MaRS / MeRS
     advantage: float | None = None   # None: not trained on (pruned, or without reward)
+    reflection: str = ""             # what the model wrote about its failure (Reflexion scaffold only)
 
 
 @dataclass
@@ -174,7 +175,7 @@ def render(tokenizer, chat):
     return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
 
 
-def prefix_of(tokenizer, problem, node, feedback, max_tokens):
+def prefix_of(tokenizer, problem, node, feedback, max_tokens, instruction=FIX_INSTRUCTION):
     """The prefix of a group: of turn 1 (node None) or of the correction of `node`. Returns (ids, truncated).
 
     A prompt that grows too long loses feedback first, then the old attempt, never the task.
@@ -183,7 +184,7 @@ def prefix_of(tokenizer, problem, node, feedback, max_tokens):
     if node is not None:
         for max_chars in (1000, 500, 250, 0):
             text = feedback(max_chars) if max_chars else ""
-            ids = render(tokenizer, messages(problem, node.text, text))
+            ids = render(tokenizer, messages(problem, node.text, text, instruction))
             if len(ids) <= max_tokens:
                 return ids, max_chars < 1000
     ids = render(tokenizer, messages(problem))
@@ -202,13 +203,14 @@ def prefix_room(model, tokenizer, sampling):
 # ---------------------------------------------------------------- growing
 
 def grow_trees(model, tokenizer, problems, executor, *, turns, group_size, branch=None, sampling=Sampling(),
-               binary_reward=False, public_feedback=False, seconds=None):
+               binary_reward=False, public_feedback=False, reflexion=False, seconds=None):
     """Grow one tree per problem. Source: MURPHY paper, rollout with feedback-conditioned expansion.
 
     Turn 1 samples group_size programs per problem; at each later turn every node whose program failed is
     expanded into `branch` children (default group_size; 1 grows chains). With public_feedback the expansion
     and the feedback follow the public tests alone (for evaluation); otherwise all tests. A node's reward is the
-    share of its tests that pass (with binary_reward: 1 only if all do). Programs of a batch run in a
+    share of its tests that pass (with binary_reward: 1 only if all do). With reflexion the model first writes down
+    what went wrong, and its children read that too. Programs of a batch run in a
     background thread while the next batch is sampled. `seconds`, if given, is a dict to which the
     time spent in "sampling", and in waiting for "execution", is added.
     Returns: list of Tree, with verdicts and rewards; credits and advantages are None.
@@ -217,6 +219,8 @@ def grow_trees(model, tokenizer, problems, executor, *, turns, group_size, branc
     trees = [Tree(problem) for problem in problems]
     frontier = [(tree, -1) for tree in trees]
     for turn in range(1, turns + 1):
+        if reflexion and turn > 1:
+            reflect(model, tokenizer, frontier, room, public_feedback, sampling, stop)
         groups = [open_group(tokenizer, tree, parent, room, public_feedback) for tree, parent in frontier]
         width = group_size if turn == 1 else branch or group_size
         for (tree, _), members in zip(frontier, sample_and_run(
@@ -243,12 +247,41 @@ def needs_fix(node, public_feedback=False):
     return bool(shown.passed) and not all(shown.passed)
 
 
+def feedback_of(tree, i, public_feedback):
+    """The feedback on node i as a function of max_chars, with the reflections on it and on earlier attempts."""
+    verdict = tree.nodes[i].verdict.visible() if public_feedback else tree.nodes[i].verdict
+    notes = []
+    while i >= 0:
+        notes = [tree.nodes[i].reflection] * bool(tree.nodes[i].reflection) + notes
+        i = tree.nodes[i].parent
+    written = "\n\nYour notes on failed attempts:\n" + "\n".join(notes) if notes else ""
+    return lambda max_chars: verdict.feedback(max_chars) + written[:max_chars]
+
+
 def open_group(tokenizer, tree, parent, room, public_feedback):
-    node = tree.nodes[parent] if parent >= 0 else None
-    verdict = node and (node.verdict.visible() if public_feedback else node.verdict)
-    ids, truncated = prefix_of(tokenizer, tree.problem, node, verdict and verdict.feedback, room)
+    node, feedback = None, None
+    if parent >= 0:
+        node, feedback = tree.nodes[parent], feedback_of(tree, parent, public_feedback)
+    ids, truncated = prefix_of(tokenizer, tree.problem, node, feedback, room)
     tree.groups.append(Group(parent, ids, truncated=truncated))
     return len(tree.groups) - 1
+
+
+REFLECT_INSTRUCTION = "In two sentences and without code: why did the program fail, and what must change?"
+
+
+def reflect(model, tokenizer, frontier, room, public_feedback, sampling, stop):
+    """Reflexion (arXiv 2303.11366): the model writes a short note on each failed node. The wording is ours."""
+    prefixes = []
+    for tree, i in frontier:
+        prefixes.append(prefix_of(tokenizer, tree.problem, tree.nodes[i], feedback_of(tree, i, public_feedback), room,
+                                  REFLECT_INSTRUCTION)[0])
+    short = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, 128))
+    with sampling_mode(model):
+        for batch in batches(prefixes, 1, short):
+            for i, [(ids, _)] in zip(batch, sample_batch(model, [prefixes[i] for i in batch], 1, short, stop)):
+                tree, node = frontier[i]
+                tree.nodes[node].reflection = " ".join(tokenizer.decode(ids, skip_special_tokens=True).split())
 
 
 def sample_and_run(model, tokenizer, frontier, groups, executor, width, sampling, stop, seconds):
@@ -288,16 +321,34 @@ def reward_of(verdict, binary=False):
 
 # ---------------------------------------------------------------- evaluation
 
-def solved_by_turn(tree, turns):
-    """Iter-k of one tree: does some program of the first k turns pass every test? List of `turns` bools."""
-    return [any(n.reward == 1 for n in tree.nodes if n.turn <= k) for k in range(1, turns + 1)]
+def chains_of(tree):
+    """The chains of a tree grown with branch=1: per program of turn 1, its nodes in order of turns."""
+    chains = {i: [node] for i, node in enumerate(tree.nodes) if node.parent < 0}
+    root = {}
+    for i, node in enumerate(tree.nodes):
+        root[i] = i if node.parent < 0 else root[node.parent]
+        if node.parent >= 0:
+            chains[root[i]].append(node)
+    return list(chains.values())
+
+
+def solved_by_turn(chain, turns, counts=None):
+    """Iter-k of one chain: is its latest attempt within the first k turns right? List of `turns` bools.
+
+    The latest attempt, not any: choosing among attempts by hidden tests would leak them. `counts` masks the tests that
+    decide (default all). An attempt that the executor failed on is not right.
+    """
+    def right(node):
+        decisive = [p for i, p in enumerate(node.verdict.passed) if counts is None or counts[i]]
+        return node.reward is not None and all(decisive)
+    return [right(chain[min(k, len(chain)) - 1]) for k in range(1, turns + 1)]
 
 
 def evaluate(model, tokenizer, problems, executor, iterations, sampling, public_feedback=True):
-    """Chains of up to `iterations` attempts, one per problem. Returns (trees, solved): solved[i][k - 1] is Iter-k.
+    """One chain of up to `iterations` attempts per problem. Returns (trees, solved): solved[i][k - 1] is Iter-k.
 
     With public_feedback, feedback and the decision to stop follow the public tests alone; all tests decide "solved".
     """
     trees = grow_trees(model, tokenizer, problems, executor, turns=iterations, group_size=1, sampling=sampling,
                        public_feedback=public_feedback)
-    return trees, [solved_by_turn(tree, iterations) for tree in trees]
+    return trees, [solved_by_turn(chains_of(tree)[0], iterations) for tree in trees]

@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 
 from common import StubExecutor, StubVerdict, byte_tokenizer, random_model, slow_greedy, slow_logprobs
 from problems import BadInput, Problem, Test
-from rollout import (Sampling, batches, evaluate, first_stop, generation_config, grow_trees, needs_fix, prefix_of, prefix_room, render,
+from rollout import (Sampling, batches, chains_of, evaluate, first_stop, generation_config, grow_trees, needs_fix, prefix_of, prefix_room, render,
                      sample_batch, sampling_mode, solved_by_turn, stop_ids)
 
 STOP = [2, 3, 4, 5, 6]
@@ -266,4 +266,18 @@ def test_iterations_count_from_the_first_attempt_and_stay_solved():
     trees, solved = evaluate(model, tokenizer, [PROBLEM, PROBLEM], StubExecutor(lambda code, i: StubVerdict([i == 2])), 3,
                              Sampling(temperature=0, max_new_tokens=4))
     assert solved == [[False, True, True], [False, False, False]]
-    assert solved_by_turn(trees[0], 3) == solved[0]
+    assert solved_by_turn(chains_of(trees[0])[0], 3) == solved[0]
+
+
+def test_the_latest_attempt_counts_not_the_best():
+    """A chain that was right by the hidden test, wrong by the public one, and then spoiled itself."""
+    chain = [node_with(verdict=StubVerdict([False, True]), reward=0.5), node_with(verdict=StubVerdict([True, False]), reward=0.5)]
+    assert solved_by_turn(chain, 3, counts=[False, True]) == [True, False, False]
+    assert solved_by_turn(chain, 3, counts=[True, False]) == [False, True, True]
+    broken = node_with(verdict=StubVerdict([True], infra=True), reward=None)
+    assert solved_by_turn([broken], 1) == [False]
+
+
+def test_chains_of_several_samples():
+    trees, _, _ = grown(lambda code, i: StubVerdict([i in (1, 3)]), branch=1)
+    assert [[trees[0].nodes.index(n) for n in chain] for chain in chains_of(trees[0])] == [[0, 3], [1], [2, 4, 5]]
