@@ -1,7 +1,7 @@
 """Rows of public data sets as Problems: KodCode, MBPP, HumanEval, their EvalPlus versions, LiveCodeBench.
 
-    problems, skipped = load_benchmark("humaneval")                           # from the Hub
-    problems, skipped = load_benchmark("livecodebench", data="test6.jsonl", difficulty="hard")
+    problems = load_benchmark("humaneval")                           # from the Hub
+    problems = load_benchmark("livecodebench", data="test6.jsonl", difficulty="hard")
 
 Tests with public=True may be shown to a solver: HumanEval's docstring examples, MBPP's first assert, LiveCodeBench's public
 tests. Leaves out: EvalPlus's own files of inputs without a test script (their expected values come from running the
@@ -14,6 +14,7 @@ import io
 import json
 import pickle
 import re
+import sys
 import zlib
 from datetime import date
 from pathlib import Path
@@ -21,6 +22,9 @@ from pathlib import Path
 from problems import (ANSWER_FORMAT, FUNCTION, TINY, BadInput, Problem, Test, defined_names, hub_rows, one_line, own_problem, parse,
                       read_rows, to_problems)
 
+# Examples of HumanEval's docstrings that contradict its tests: shown as feedback, they would make right programs wrong.
+FALSE_EXAMPLES = {"median([-10, 4, 6, 1000, 10, 20])", "sort_array([1, 5, 2, 3, 4])", "sort_array([-2, -3, -4, -5, -6])",
+                  "tri(1)", "tri(4)", 'bf("Earth", "Mercury")'}
 MAX_TEST_BYTES = 2**30  # of one LiveCodeBench row, unpacked
 
 
@@ -120,22 +124,29 @@ def humaneval_problem(row):
 
 
 def docstring_asserts(program, entry):
-    """The `>>> expression` / value examples in the docstring of function `entry`, as assert statements."""
+    """The examples in the docstring of function `entry`, as assert statements: `>>> call` / value, and lines like `call == value`.
+
+    Only plain values are taken, and calls with plain arguments: `is_happy(abcd) => True` would be a NameError.
+    """
     tree = parse(program)
     function = next((n for n in (tree.body if tree else []) if getattr(n, "name", "") == entry), None)
+    text = ast.get_docstring(function) or "" if function else ""
     try:
-        examples = doctest.DocTestParser().get_examples(ast.get_docstring(function) or "")
-    except (TypeError, ValueError):  # no such function, or examples that are none
-        return []
-    pairs = [(e.source.strip(), e.want.strip()) for e in examples]
-    return [f"assert {source} == {want}" for source, want in pairs if is_expression(source) and is_literal(want)]
+        pairs = [(e.source, e.want) for e in doctest.DocTestParser().get_examples(text)]
+    except ValueError:  # examples that are none
+        pairs = []
+    pairs += re.findall(rf"(?<![\w.])({entry}\(.*\))\s*(?:# *)?(?:==>|=>|->|➞|==|=|returns)\s*(.+)", text)
+    pairs = [(call.strip(), re.sub(r"\s+#.*", "", value).strip()) for call, value in pairs]
+    return [f"assert {call} == {value}" for call, value in dict(pairs).items()
+            if call not in FALSE_EXAMPLES and is_plain_call(call) and is_literal(value)]
 
 
-def is_expression(text):
-    """Whether text is one expression, with a call in it."""
+def is_plain_call(text):
+    """Whether text is one call, on plain values or on other such calls."""
     tree = parse(text)
-    return bool(tree and len(tree.body) == 1 and isinstance(tree.body[0], ast.Expr)
-                and any(isinstance(n, ast.Call) for n in ast.walk(tree)))
+    call = tree.body[0].value if tree and len(tree.body) == 1 and isinstance(tree.body[0], ast.Expr) else None
+    functions = {n.func.id for n in ast.walk(call) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)} if call else set()
+    return isinstance(call, ast.Call) and {n.id for n in ast.walk(call) if isinstance(n, ast.Name)} <= functions
 
 
 def is_literal(text):
@@ -228,7 +239,7 @@ FORMATS = {
     "HumanEval": ({"entry_point", "prompt", "test"}, humaneval_problem),
     "EvalPlus": ({"base_input", "plus_input"}, evalplus_problem),
 }
-HUB = {  # benchmark: (data set of the Hub, config)
+BENCHMARKS = {  # benchmark: (data set of the Hub, config)
     "humaneval": ("openai/openai_humaneval", None),
     "humaneval+": ("evalplus/humanevalplus", None),
     "mbpp": ("google-research-datasets/mbpp", "full"),
@@ -251,16 +262,17 @@ def convert_any(row):
 
 
 def load_benchmark(name, data=None, limit=None, release="v6", start_date=None, end_date=None, difficulty=None, public_only=False,
-                   skip_bad_rows=False):
-    """The problems of a benchmark to evaluate on, in its own order. Returns (list[Problem], list[str]: rows skipped as bad).
+                   skip_bad_rows=False, skipped=None):
+    """The problems (list) of a benchmark to evaluate on, in its own order.
 
-    name (str): one of HUB. data (path): a file of its rows, or LiveCodeBench's folder of files; None asks the Hub. limit (int):
+    name (str): one of BENCHMARKS. data (path): a file of its rows, or LiveCodeBench's folder of files; None asks the Hub. limit (int):
     the first so many. MBPP means its test split, ids 11 to 510. For LiveCodeBench: release v1 ... v6 (all problems up to
     then), dates "YYYY-MM-DD" of the first and last contest, difficulty easy | medium | hard, public_only for rows without
-    private tests. Raises BadInput.
+    private tests. skip_bad_rows leaves out rows that cannot be read: they are named on stderr, and added to the list `skipped`.
+    Raises BadInput.
     """
-    if name not in HUB:
-        raise BadInput(f"there is no benchmark {name}; choose one of {', '.join(HUB)}")
+    if name not in BENCHMARKS:
+        raise BadInput(f"there is no benchmark {name}; choose one of {', '.join(BENCHMARKS)}")
     if limit is not None and limit < 1:
         raise BadInput(f"the limit of problems is {limit}; it must be at least 1")
     convert = convert_any
@@ -270,7 +282,12 @@ def load_benchmark(name, data=None, limit=None, release="v6", start_date=None, e
         window = (as_date(start_date), as_date(end_date), as_difficulty(difficulty))
         convert = lambda row: livecodebench_problem(row, public_only) if in_window(row, *window) else None
     rows, where = benchmark_rows(name, data, release)
-    return to_problems(rows, where, convert, limit=limit, skip_bad_rows=skip_bad_rows)
+    problems, bad = to_problems(rows, where, convert, limit, skip_bad_rows)
+    for sentence in bad:
+        print(f"skipped {sentence}", file=sys.stderr)
+    if skipped is not None:
+        skipped += bad
+    return problems
 
 
 def mbpp_test_split(row):
@@ -285,12 +302,12 @@ def benchmark_rows(name, data, release):
         if release.removeprefix("release_") not in RELEASES:
             raise BadInput(f"there is no release {release} of LiveCodeBench; choose one of {', '.join(RELEASES)}")
         names = RELEASES[release.removeprefix("release_")]
-        files = [Path(data) / name for name in names] if data else [hub_file(HUB[name][0], file) for file in names]
+        files = [Path(data) / name for name in names] if data else [hub_file(BENCHMARKS[name][0], file) for file in names]
     elif name == "tiny" and not data:
         files = [TINY / "heldout.jsonl"]
     if files:
         return (row for file in files for row in read_rows(file)), where
-    source, config = HUB[name]
+    source, config = BENCHMARKS[name]
     return ((f"{source}, row {i}", row) for i, row in enumerate(hub_rows(source, config, "test"), 1)), source
 
 

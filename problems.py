@@ -264,7 +264,7 @@ def as_program(code, starter):
     tree, name = parse(whole), asked_for(starter)
     if not name:
         return whole
-    if defines(tree, name):
+    if defines(tree, name) and not returns_at_top(tree):
         return after_head(starter, whole)
     method = list(DEFINITION.finditer(starter))[-1][3]
     if method != name and defines(tree, method):  # a method without its class
