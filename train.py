@@ -297,6 +297,18 @@ def final_table(scores):
     return "\n".join([header] + [f"{name:<15}" + "".join(f"{value:8.1f}" for value in row) for name, row in scores])
 
 
+def warn(metrics, warned):
+    """A loss of 0 looks healthy; say once why nothing can be learned."""
+    causes = {"every response was cut: raise --max-new-tokens": metrics["truncated_share"] == 1,
+              "every group is flat (equal credits), so there is no gradient: try other problems or a larger --group-size":
+                  metrics["flat_groups"] == 1,
+              "the executor failed on every program: see its note at the start": metrics["infra"] == metrics["nodes"]}
+    for cause, holds in causes.items():
+        if holds and cause not in warned:
+            warned.add(cause)
+            tqdm.write(f"warning: {cause}", file=sys.stderr)
+
+
 def progress(bar, metrics):
     shown = {"reward": metrics["reward_turn1"], "solved": metrics["solved_prompts"], "tok/s": metrics["tokens_per_second"]}
     bar.set_postfix({k: "-" if v is None else f"{v:.0f}" if k == "tok/s" else f"{v:.2f}" for k, v in shown.items()})
@@ -346,7 +358,7 @@ def train(argv):
         if done == 0:
             held_out_eval(0)
         bar = tqdm(total=config.steps, initial=done, disable=not first, desc=config.method, dynamic_ncols=True)
-        bad_steps = 0
+        bad_steps, warned = 0, set()
         for step in range(done, config.steps):
             for group in optimizer.param_groups:
                 group["lr"] = config.learning_rate * min(1.0, (step + 1) / max(config.warmup_steps, 1))
@@ -359,6 +371,7 @@ def train(argv):
                 append(folder / "metrics.jsonl", {"step": step} | metrics)
                 for tree in trees[:run["log_trees"]]:
                     append(folder / "trees.jsonl", tree_record(tree, step))
+                warn(metrics, warned)
                 progress(bar, metrics)
             if bad_steps == 3:
                 raise BadInput(f"the loss was not finite in three steps running; {folder}/metrics.jsonl has them. "
