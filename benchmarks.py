@@ -41,7 +41,7 @@ def plain_lines(text):
 
 def kodcode_problem(row):
     """KodCode: one pytest Test per test function. The prompt declares what the tests use, since the question often does not."""
-    question, code = row["question"].strip(), row["test"] if "test" in row else row["test_code"]
+    question, code = row["question"].strip(), row["test"] if row.get("test_code") is None else row["test_code"]
     wanted = declarations(row.get("solution") or "", code)
     entry = next((name for name, text in wanted.items() if not text.startswith("class")), next(iter(wanted), ""))
     tree = parse(question)

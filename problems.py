@@ -8,6 +8,7 @@ The fields of KodCode, MBPP and the other data sets are read in benchmarks.py. L
 and code without a fence between prose (such an answer counts as no code).
 """
 import ast
+import functools
 import gzip
 import json
 import random
@@ -203,8 +204,9 @@ def longest_program(codes):
 
 # ---------------------------------------------------------------- code and starter code to a program
 
+@functools.lru_cache(maxsize=4)  # choosing a block asks for the same trees again
 def parse(code):
-    """The syntax tree of code, None if it is no Python. Never raises."""
+    """The syntax tree of code, None if it is no Python. Never raises. Not to be changed: it is shared."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "\d" in a string of the model is not our warning
@@ -305,14 +307,18 @@ def bodies(code, starter):
 
 def own_problem(row):
     """Our own fields: task_id, prompt, tests [{"kind", "code", ...}]; starter_code, entry_point, source, difficulty if wanted."""
-    known = [f.name for f in fields(Test)]
-    tests = []
-    for test in row["tests"]:
-        if test["kind"] not in KINDS or set(test) - set(known):
-            raise ValueError(f"a test has {test}; kind is one of {', '.join(KINDS)} and the other fields are {', '.join(known[1:])}")
-        tests.append(Test(**test))
+    if not isinstance(row["prompt"], str) or not row["prompt"].strip():
+        raise ValueError("its prompt is no text")
     optional = {name: str(row.get(name) or "") for name in ("starter_code", "entry_point", "source", "difficulty")}
-    return Problem(str(row["task_id"]), row["prompt"], tests, **optional)
+    return Problem(str(row["task_id"]), row["prompt"], [own_test(test) for test in row["tests"]], **optional)
+
+
+def own_test(test):
+    """A Test from a dict with its fields; None is as good as a missing field (Parquet fills every column)."""
+    given, types = {k: v for k, v in test.items() if v is not None}, {f.name: f.type for f in fields(Test)}
+    if given["kind"] not in KINDS or any(not isinstance(v, types.get(k, ())) for k, v in given.items()):
+        raise ValueError(f"a test has {given}; kind is one of {', '.join(KINDS)}, the other fields are {', '.join(list(types)[1:])}")
+    return Test(**given)
 
 
 def read_rows(path):
@@ -341,12 +347,15 @@ def labelled(source, rows):
 
 
 def read_parquet(path):
-    """The rows of a Parquet file. Raises BadInput without the package, OSError or ValueError for a broken file."""
+    """The rows of a Parquet file. Raises BadInput without the package, OSError for a broken file."""
     try:
         from pyarrow import parquet  # comes with datasets
     except ImportError:
         raise BadInput(f"{path} is a Parquet file: `pip install datasets` to read it, or give a .jsonl file") from None
-    return parquet.read_table(path).to_pylist()
+    try:
+        return parquet.read_table(path).to_pylist()
+    except ValueError as error:
+        raise OSError(one_line(error)) from None
 
 
 def to_problems(rows, where, convert, limit=None, skip_bad_rows=False):
@@ -391,8 +400,8 @@ def load_problems(source="tiny", limit=None, seed=0, split="train"):
     if Path(source).suffix in (".jsonl", ".json", ".gz", ".parquet") or Path(source).exists():
         problems, _ = to_problems(read_rows(source), str(source), convert_any)
         return [problems[i] for i in chosen(len(problems), limit, seed, split)]
-    rows = hub_rows(str(source), split="train" if split == "train" else "test")
-    rows = ((f"{source}, row {i + 1}", rows[i]) for i in chosen(len(rows), limit, seed, split))
+    data = hub_rows(str(source), split="train" if split == "train" else "test")
+    rows = ((f"{source}, row {i + 1}", data[i]) for i in chosen(len(data), limit, seed, split))
     return to_problems(rows, source, convert_any)[0]
 
 
