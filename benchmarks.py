@@ -51,8 +51,7 @@ def kodcode_problem(row):
         shown = fenced("\n\n".join(sorted(wanted.values(), key=lambda text: not text.startswith("class"))))
         prompt = f"{question}\n\nThe program must define:\n{shown}" if wanted else question
         starter = wanted.get(entry, "").partition("\n")[0]
-    if not re.search(r"^\s*(?:from|import) solution\b", code, re.M):
-        code = f"from solution import *\n{code}"
+    code = f"from solution import *\n{code}"  # many files do not import what they test, or lean on the solution's own imports
     tests = [Test("pytest", part) for part in split_pytest(code)] if "test" in code else []
     return Problem(str(row["question_id"]), f"{prompt}\n\n{ANSWER_FORMAT}", tests, starter, entry, "kodcode",
                    str(row.get("gpt_difficulty") or ""))
@@ -266,7 +265,7 @@ def load_benchmark(name, data=None, limit=None, release="v6", start_date=None, e
     """The problems (list) of a benchmark to evaluate on, in its own order.
 
     name (str): one of BENCHMARKS. data (path): a file of its rows, or LiveCodeBench's folder of files; None asks the Hub. limit (int):
-    the first so many. MBPP means its test split, ids 11 to 510. For LiveCodeBench: release v1 ... v6 (all problems up to
+    the first so many. MBPP, sanitized too, means the test split, ids 11 to 510; MBPP+ all its rows. For LiveCodeBench: release v1 ... v6 (all problems up to
     then), dates "YYYY-MM-DD" of the first and last contest, difficulty easy | medium | hard, public_only for rows without
     private tests. skip_bad_rows leaves out rows that cannot be read: they are named on stderr, and added to the list `skipped`.
     Raises BadInput.
@@ -276,7 +275,7 @@ def load_benchmark(name, data=None, limit=None, release="v6", start_date=None, e
     if limit is not None and limit < 1:
         raise BadInput(f"the limit of problems is {limit}; it must be at least 1")
     convert = convert_any
-    if name.startswith("mbpp"):
+    if name in ("mbpp", "mbpp-sanitized"):
         convert = mbpp_test_split
     if name == "livecodebench":
         window = (as_date(start_date), as_date(end_date), as_difficulty(difficulty))
@@ -291,7 +290,7 @@ def load_benchmark(name, data=None, limit=None, release="v6", start_date=None, e
 
 
 def mbpp_test_split(row):
-    """An MBPP row as a Problem, None where it belongs to another split. MBPP+ has rows of the test split only."""
+    """An MBPP row as a Problem, None where it belongs to another split."""
     return mbpp_problem(row) if 11 <= int(str(row["task_id"]).removeprefix("Mbpp/")) <= 510 else None
 
 
