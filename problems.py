@@ -112,12 +112,14 @@ def extract_code(response, starter_code=""):
     body after all of it. Of several blocks: the last that defines what was asked for, else the longest that parses, else the last.
     """
     text, starter = clean(response or ""), clean(starter_code or "").rstrip()
-    blocks = list(fenced_blocks(text.split("\n")))
-    program = as_program(choose(blocks, starter), starter) if blocks else ""
-    if not is_code(parse(program)):  # no fence, or a stray one after the code
-        unfenced = re.split(r"^[ \t]*+(?:```|~~~)", unquote(text), maxsplit=1, flags=re.M)[0]
-        unfenced = as_program(plain_spaces(unfenced), starter)
-        program = unfenced if is_code(parse(unfenced)) else program
+    program = as_program(plain_spaces(text), starter)  # a fence outside a string is no Python, so this tells whether there is one
+    if not is_code(parse(program)):
+        blocks = list(fenced_blocks(text.split("\n")))
+        program = as_program(choose(blocks, starter), starter) if blocks else ""
+    if not is_code(parse(program)):
+        before = re.split(r"^[ \t]*+(?:```|~~~)", unquote(text), maxsplit=1, flags=re.M)[0]  # of a stray closing fence
+        before = as_program(before, starter)
+        program = before if is_code(parse(before)) else program
     return program.strip("\n")
 
 
@@ -271,7 +273,7 @@ def as_program(code, starter):
     method = list(DEFINITION.finditer(starter))[-1][3]
     if method != name and defines(tree, method):  # a method without its class
         return f"{whole}\n\n\nclass {name}:\n    {method} = {method}"
-    if tree is None or code[:1].isspace() or returns_at_top(tree):
+    if tree is None or is_code(tree) and (code[:1].isspace() or returns_at_top(tree)):
         for body in bodies(code, starter):
             program = f"{starter}\n{body}"
             if (tree := parse(program)) and not returns_at_top(tree):

@@ -64,7 +64,8 @@ def test_shared_cases(case):
     assert extract_code(case["response"], case.get("starter_code", "")).strip("\n") == case["code"].strip("\n")
 
 
-@pytest.mark.parametrize("case", [c for c in lines(SHARED / "cases/public_reports.jsonl") if c["area"] == "extract"], ids=lambda c: c["id"])
+@pytest.mark.parametrize("case", [c for c in lines(SHARED / "cases/public_reports.jsonl") if c["area"] == "extract"],
+                         ids=lambda c: c["id"])
 def test_public_reports(case):
     code, expected = extract_code(case["input"]["text"], case["input"].get("prompt", "")), case["expected"]
     if "tests" not in expected:
@@ -87,7 +88,8 @@ OWN_CASES = {
     "name must match whole": (block(F) + block("def f_test():\n    assert f(1) == 2"), "def f(x):", F),
     "the longest that parses": (block("x = 1\ny = 2\nprint(x + y)") + block("z = 3"), "", "x = 1\ny = 2\nprint(x + y)"),
     "none parses: the last": (block("x = = 1") + block("y = = 2"), "", "y = = 2"),
-    "asked-for function with a syntax error": (block("def f(x):\n    return (x") + block("print(f(1))"), "def f(x):", "def f(x):\n    return (x"),
+    "asked-for function with a syntax error": (block("def f(x):\n    return (x") + block("print(f(1))"), "def f(x):",
+                                               "def f(x):\n    return (x"),
     "the prompt repeated as a block of its own": (block(F) + block('def f(x):\n    """Add."""'), "def f(x):", F),
     "a name bound by assignment": (block("f = lambda x: x") + block("f(2)"), "def f(x):", "f = lambda x: x"),
     "JSON after the code": (block(F) + block('{"f": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]}', "json"), "", F),
@@ -111,6 +113,9 @@ OWN_CASES = {
     "cut in the middle": ("```python\ndef f(x):\n    return (x", "", "def f(x):\n    return (x"),
     "quotes that never close": ("```python\ns = '''\n```\nprose", "", "s = '''"),
     # no fence
+    "fence in the docstring of unfenced code": ('def f(x):\n    """Add.\n    ```python\n    print(f(1))\n    ```\n    """\n    return x + 1', "",
+                                                'def f(x):\n    """Add.\n    ```python\n    print(f(1))\n    ```\n    """\n    return x + 1'),
+    "indented prose with a starter": ("  Sorry", "def f(x):", ""),
     "one word is prose": ("Sorry", "", ""),
     "a number is prose": ("42", "", ""),
     "an annotation is prose": ("Note: impossible", "", ""),
