@@ -5,7 +5,8 @@
 
 Tests with public=True may be shown to a solver: HumanEval's docstring examples, MBPP's first assert, LiveCodeBench's public
 tests. Leaves out: EvalPlus's own files of inputs without a test script (their expected values come from running the
-reference; the Hub's rows hold them), and LiveCodeBench's other tasks than code generation.
+reference; the Hub's rows hold them), and LiveCodeBench's other tasks than code generation. LiveCodeBench's private tests stay
+decoded in memory, many GB for all of v6: narrow it by dates, difficulty or limit where that is too much.
 """
 import ast
 import base64
@@ -79,7 +80,8 @@ def split_pytest(code):
     tests = [n for n in tree.body if isinstance(n, FUNCTION) and n.name.startswith("test")] if tree else []
     guards = [n for n in tree.body if isinstance(n, ast.If) and "__name__" in ast.unparse(n.test)] if tree else []
     names = {n.name for n in tests}
-    leans = any(isinstance(n, ast.Name) and n.id in names for top in (tree.body if tree else []) if top not in guards for n in ast.walk(top))
+    others = [top for top in tree.body if top not in guards] if tree else []
+    leans = any(isinstance(n, ast.Name) and n.id in names for top in others for n in ast.walk(top))
     if len(tests) < 2 or len(names) < len(tests) or leans or any(n.startswith("Test") for n in defined_names(tree)):
         return [code]
     lines = code.split("\n")
@@ -92,10 +94,11 @@ def split_pytest(code):
 # ---------------------------------------------------------------- MBPP
 
 def mbpp_problem(row):
-    """MBPP, full ("text", "test_setup_code") or sanitized ("prompt", "test_imports"), or MBPP+ of the Hub, whose script `test` judges.
+    """MBPP, full ("text", "test_setup_code") or sanitized ("prompt", "test_imports"), or MBPP+ of the Hub, with its script `test`.
 
-    The first assert is shown in the prompt, so that the function's name is known; the others judge.
+    The first assert is shown in the prompt, so that the function's name is known; the others or the script are hidden.
     """
+    need_script(row)
     setup = "\n".join(row.get("test_imports") or []) or row.get("test_setup_code") or ""
     asserts = [plain_lines(f"{setup}\n{line}") for line in row["test_list"]]
     if not asserts:
@@ -111,10 +114,23 @@ def mbpp_problem(row):
     return Problem(f"Mbpp/{number}", prompt, tests, wanted.get(entry, "").partition("\n")[0], entry, "mbpp+" if plus else "mbpp")
 
 
+def mbpp_test_split(row):
+    """An MBPP row as a Problem, None where it belongs to another split than ids 11 to 510."""
+    return mbpp_problem(row) if 11 <= int(str(row["task_id"]).removeprefix("Mbpp/")) <= 510 else None
+
+
+def mbpp_plus_problem(row):
+    problem = mbpp_problem(row)
+    if problem.source != "mbpp+":
+        raise KeyError("test")
+    return problem
+
+
 # ---------------------------------------------------------------- HumanEval
 
 def humaneval_problem(row):
     """HumanEval or HumanEval+ (the Hub's rows): the docstring's examples are shown, the official check judges."""
+    need_script(row)
     prompt, entry = row["prompt"], row["entry_point"]
     tests = [Test("assert", code) for code in docstring_asserts(prompt, entry)]
     tests.append(Test("check", row["test"], entry_point=entry, public=False))
@@ -157,8 +173,10 @@ def is_literal(text):
     return True
 
 
-def evalplus_problem(row):
-    raise ValueError("it holds EvalPlus inputs without a test script; take the rows of evalplus/humanevalplus or evalplus/mbppplus")
+def need_script(row):
+    """Raises ValueError for a row of EvalPlus's own files, which hold inputs and no expected values."""
+    if "base_input" in row and not row.get("test"):
+        raise ValueError("it holds EvalPlus inputs without a test script; take the rows of evalplus/humanevalplus or evalplus/mbppplus")
 
 
 # ---------------------------------------------------------------- LiveCodeBench
@@ -229,23 +247,21 @@ def in_window(row, start, end, difficulty):
 
 # ---------------------------------------------------------------- all of them
 
-# name of a format: (fields that tell it, its converter); the first that fits
-FORMATS = {
+FORMATS = {  # name: (fields that tell it, converter); the first that fits
     "our own": ({"prompt", "tests"}, own_problem),
     "KodCode": ({"question", "question_id"}, kodcode_problem),
     "LiveCodeBench": ({"question_content", "public_test_cases"}, livecodebench_problem),
     "MBPP": ({"task_id", "test_list"}, mbpp_problem),
-    "HumanEval": ({"entry_point", "prompt", "test"}, humaneval_problem),
-    "EvalPlus": ({"base_input", "plus_input"}, evalplus_problem),
+    "HumanEval": ({"entry_point", "prompt"}, humaneval_problem),
 }
-BENCHMARKS = {  # benchmark: (data set of the Hub, config)
-    "humaneval": ("openai/openai_humaneval", None),
-    "humaneval+": ("evalplus/humanevalplus", None),
-    "mbpp": ("google-research-datasets/mbpp", "full"),
-    "mbpp+": ("evalplus/mbppplus", None),
-    "mbpp-sanitized": ("google-research-datasets/mbpp", "sanitized"),
-    "livecodebench": ("livecodebench/code_generation_lite", None),
-    "tiny": ("", None),  # in this repository
+BENCHMARKS = {  # name: (data set of the Hub, config, converter)
+    "humaneval": ("openai/openai_humaneval", None, humaneval_problem),
+    "humaneval+": ("evalplus/humanevalplus", None, humaneval_problem),
+    "mbpp": ("google-research-datasets/mbpp", "full", mbpp_test_split),
+    "mbpp+": ("evalplus/mbppplus", None, mbpp_plus_problem),
+    "mbpp-sanitized": ("google-research-datasets/mbpp", "sanitized", mbpp_test_split),
+    "livecodebench": ("livecodebench/code_generation_lite", None, livecodebench_problem),
+    "tiny": ("", None, own_problem),  # in this repository
 }
 RELEASES = {f"v{n}": [f"test{i if i > 1 else ''}.jsonl" for i in range(1, n + 1)] for n in range(1, 7)}
 
@@ -257,26 +273,24 @@ def convert_any(row):
         if needed <= found:
             return convert(row)
     raise ValueError(f"its fields ({', '.join(map(str, sorted(found))) or 'none'}) are those of no known format: " +
-                     "; ".join(f"{name} has {', '.join(sorted(needed))}" for name, (needed, _) in FORMATS.items() if name != "EvalPlus"))
+                     "; ".join(f"{name} has {', '.join(sorted(needed))}" for name, (needed, _) in FORMATS.items()))
 
 
 def load_benchmark(name, data=None, limit=None, release="v6", start_date=None, end_date=None, difficulty=None, public_only=False,
                    skip_bad_rows=False, skipped=None):
     """The problems (list) of a benchmark to evaluate on, in its own order.
 
-    name (str): one of BENCHMARKS. data (path): a file of its rows, or LiveCodeBench's folder of files; None asks the Hub. limit (int):
-    the first so many. MBPP, sanitized too, means the test split, ids 11 to 510; MBPP+ all its rows. For LiveCodeBench: release v1 ... v6 (all problems up to
-    then), dates "YYYY-MM-DD" of the first and last contest, difficulty easy | medium | hard, public_only for rows without
-    private tests. skip_bad_rows leaves out rows that cannot be read: they are named on stderr, and added to the list `skipped`.
-    Raises BadInput.
+    name (str): one of BENCHMARKS; MBPP, sanitized too, means the test split, ids 11 to 510. data (path): a file of its rows, or
+    LiveCodeBench's folder of files; None asks the Hub. limit (int): the first so many. For LiveCodeBench: release v1 ... v6 (all
+    problems up to then), dates "YYYY-MM-DD" of the first and last contest, difficulty easy | medium | hard, public_only (bool) for
+    rows without private tests. skip_bad_rows (bool) leaves out rows that cannot be read: they are named on stderr and added to
+    the list `skipped`. Raises BadInput.
     """
     if name not in BENCHMARKS:
         raise BadInput(f"there is no benchmark {name}; choose one of {', '.join(BENCHMARKS)}")
     if limit is not None and limit < 1:
         raise BadInput(f"the limit of problems is {limit}; it must be at least 1")
-    convert = convert_any
-    if name in ("mbpp", "mbpp-sanitized"):
-        convert = mbpp_test_split
+    convert = BENCHMARKS[name][2]
     if name == "livecodebench":
         window = (as_date(start_date), as_date(end_date), as_difficulty(difficulty))
         convert = lambda row: livecodebench_problem(row, public_only) if in_window(row, *window) else None
@@ -287,11 +301,6 @@ def load_benchmark(name, data=None, limit=None, release="v6", start_date=None, e
     if skipped is not None:
         skipped += bad
     return problems
-
-
-def mbpp_test_split(row):
-    """An MBPP row as a Problem, None where it belongs to another split."""
-    return mbpp_problem(row) if 11 <= int(str(row["task_id"]).removeprefix("Mbpp/")) <= 510 else None
 
 
 def benchmark_rows(name, data, release):
@@ -306,7 +315,7 @@ def benchmark_rows(name, data, release):
         files = [TINY / "heldout.jsonl"]
     if files:
         return (row for file in files for row in read_rows(file)), where
-    source, config = BENCHMARKS[name]
+    source, config, _ = BENCHMARKS[name]
     return ((f"{source}, row {i}", row) for i, row in enumerate(hub_rows(source, config, "test"), 1)), source
 
 

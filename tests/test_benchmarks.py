@@ -83,18 +83,19 @@ def test_test_files_are_split_where_that_is_safe(code, parts):
 
 @needs("kodcode_sample.jsonl")
 def test_real_kodcode_references_pass_every_split_test(monkeypatch, capsys):
-    failed, count = Counter(), 0
-    for _, row in read_rows(DATA / "kodcode_sample.jsonl"):
+    failed, rows = Counter(), [row for _, row in read_rows(DATA / "kodcode_sample.jsonl")]
+    assert sum(len(kodcode_problem(row).tests) for row in rows) == 818  # every test function
+    for row in rows[::3]:
         monkeypatch.setitem(sys.modules, "solution", module := types.ModuleType("solution"))
         exec(row["solution"], module.__dict__)
         for test in kodcode_problem(row).tests:
-            namespace, count = {"__name__": "t"}, count + 1
+            namespace = {"__name__": "t"}
             try:
                 exec(test.code, namespace)
                 [run() for name, run in namespace.items() if name.startswith("test") and getattr(run, "__module__", "") == "t"]
             except ModuleNotFoundError as error:
                 failed[error.name] += 1
-    assert count == 818 and set(failed) <= {"scipy", "pytest", "numpy"}
+    assert set(failed) <= {"scipy", "pytest", "numpy"}
 
 
 # ---------------------------------------------------------------- MBPP
@@ -111,23 +112,26 @@ def test_mbpp_row():
     assert (problem.task_id, problem.entry_point, problem.starter_code) == ("Mbpp/11", "inc", "def inc(x):")
 
 
-@pytest.mark.parametrize("setup", [{"test_setup_code": "root = Node(1) \r\nroot.left = Node(2)"}, {"test_imports": ["import math", "import re"]}])
-def test_mbpp_setup_runs_with_the_tests_after_the_program(setup):
-    row = MBPP | setup if "test_setup_code" in setup else {"task_id": 2, "prompt": "Add.", "code": MBPP["code"], "test_list": MBPP["test_list"]} | setup
-    first, _ = mbpp_problem(row).tests
-    assert first.code == {1: "root = Node(1) \nroot.left = Node(2)\nassert inc(1) == 2", 2: "import math\nimport re\nassert inc(1) == 2"}[
-        1 if "test_setup_code" in setup else 2]
-    assert first.code in mbpp_problem(row).prompt
+@pytest.mark.parametrize("row, setup", [
+    (MBPP | {"test_setup_code": "root = Node(1) \r\nroot.left = Node(2)"}, "root = Node(1) \nroot.left = Node(2)"),
+    ({"task_id": 2, "prompt": "Add.", "code": MBPP["code"], "test_list": MBPP["test_list"], "test_imports": ["import math", "import re"]},
+     "import math\nimport re"),
+])
+def test_mbpp_setup_runs_with_the_tests_after_the_program(row, setup):
+    problem = mbpp_problem(row)
+    assert [t.code for t in problem.tests] == [f"{setup}\nassert inc(1) == 2", f"{setup}\nassert inc(2) == 3"]
+    assert problem.tests[0].code in problem.prompt
 
 
 def test_mbpp_plus_row_of_the_hub():
     script = "import numpy as np\ninputs = [[1], [2]]\nresults = [2, 3]\nfor inp, exp in zip(inputs, results):\n    assert inc(*inp) == exp\n"
-    problem = mbpp_problem({"task_id": 2, "code": "def inc(x):\n  return x + 1", "prompt": "Add one.", "source_file": "a", "test_imports": [],
-                            "test_list": MBPP["test_list"], "test": script})
+    problem = mbpp_problem({"task_id": 2, "code": "def inc(x):\n  return x + 1", "prompt": "Add one.", "source_file": "a",
+                            "test_imports": [], "test_list": MBPP["test_list"], "test": script})
     assert problem.source == "mbpp+" and problem.tests == [Test("assert", "assert inc(1) == 2"), Test("assert", script.strip(), public=False)]
 
 
 @needs("mbpp.jsonl")
+@pytest.mark.filterwarnings("ignore:invalid escape")
 @pytest.mark.parametrize("name, file, count, all_count", [("mbpp", "mbpp.jsonl", 500, 974), ("mbpp-sanitized", "sanitized-mbpp.json", 257, 427)])
 def test_real_mbpp(name, file, count, all_count):
     problems = load_benchmark(name, DATA / file)
@@ -142,7 +146,8 @@ def test_real_mbpp(name, file, count, all_count):
 # ---------------------------------------------------------------- HumanEval
 
 HUMANEVAL = {"task_id": "HumanEval/0", "entry_point": "f", "canonical_solution": "    return h(x)\n",
-             "prompt": 'from typing import List\n\n\ndef h(x):\n    return x + 1\n\n\ndef f(x: int) -> int:\n    """Add one.\n    >>> f(1)\n    2\n    >>> f(y)\n    4\n    """\n',
+             "prompt": 'from typing import List\n\n\ndef h(x):\n    return x + 1\n\n\ndef f(x: int) -> int:\n'
+                       '    """Add one.\n    >>> f(1)\n    2\n    >>> f(y)\n    4\n    """\n',
              "test": "\n\ndef check(candidate):\n    assert candidate(1) == 2\n"}
 
 
@@ -334,8 +339,19 @@ def test_bad_choices_are_one_sentence(tmp_path, name, options, reason):
 
 def test_inputs_without_a_test_script_say_where_to_find_one(tmp_path):
     row = {"task_id": "HumanEval/0", "prompt": "", "entry_point": "f", "base_input": [[1]], "plus_input": [[2]]}
+    path = write(tmp_path / "a.jsonl", [row])
+    for name in ("humaneval+", "mbpp+"):
+        with pytest.raises(BadInput, match="row 1: .*evalplus/humanevalplus"):
+            load_benchmark(name, path)
     with pytest.raises(BadInput, match="row 1: .*evalplus/humanevalplus"):
-        load_benchmark("humaneval+", write(tmp_path / "a.jsonl", [row]))
+        load_problems(path)
+
+
+@pytest.mark.parametrize("name, row, missing", [("humaneval", MBPP, "prompt"), ("mbpp", HUMANEVAL | {"task_id": 12}, "test_list"),
+                                                ("mbpp+", MBPP, "test"), ("livecodebench", MBPP, "contest_date"), ("tiny", KODCODE, "prompt")])
+def test_rows_of_another_benchmark_are_refused(tmp_path, name, row, missing):
+    with pytest.raises(BadInput, match=f"row 1: field '{missing}' is missing"):
+        load_benchmark(name, write(tmp_path / "a.jsonl", [row]))
 
 
 @pytest.mark.parametrize("name, asked", [
