@@ -151,14 +151,15 @@ def open_folder(settings, out):
 
 def evaluate_model(settings, data, workers, out):
     start = time.perf_counter()
-    problems = load_benchmark(settings["benchmark"], data, **settings["rows"])
+    skipped = []
+    problems = load_benchmark(settings["benchmark"], data, skipped=skipped, **settings["rows"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, config, path = load_tokenizer(settings["model"])
     check_prompts(problems, tokenizer, config, Sampling(max_new_tokens=settings["max_new_tokens"]))
     folder = open_folder(settings, out)
     with Executor(workers) as executor:
         records = run_benchmark(load_model(path, device), tokenizer, problems, executor, settings, folder)
-    results = {"settings": settings, "scores": score(records, settings["iterations"], settings["samples"]),
+    results = {"settings": settings, "scores": score(records, settings["iterations"], settings["samples"]), "skipped_rows": skipped,
                "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
                "device": str(device), "seconds": round(time.perf_counter() - start, 1)}
     write_beside(folder / "results.json", json.dumps(results, indent=1))
@@ -178,6 +179,7 @@ def table(results):
     for name, part in parts:
         lines += [f"  {name:<7}{k:<7} {v['pass@1']:6.2f}  [{v['low']:.2f}, {v['high']:.2f}]" for k, v in part["iterations"].items()]
     lines += [f"  pass@{k}: {v:.2f}" for k, v in scores.get("pass@k", {}).items()]
+    lines += [f"  {len(results['skipped_rows'])} rows could not be read and were left out"] * bool(results["skipped_rows"])
     lines += [f"  the executor failed on {scores['infra']} attempts, counted as not solved"] * bool(scores["infra"])
     lines += [f"  {scores['truncated']} answers were cut at {s['max_new_tokens']} tokens"] * bool(scores["truncated"])
     return "\n".join(lines)

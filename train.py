@@ -389,6 +389,8 @@ def train(argv):
         held_out_eval(config.steps)
     if first:
         report(folder)
+    if dist.is_initialized():
+        dist.barrier()  # a process that leaves early breaks the connections of the others
 
 
 def report(folder):

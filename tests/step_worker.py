@@ -1,6 +1,6 @@
 """Run by torchrun (and alone) for test_distributed.py: steps on given trees, split over the processes.
 
-python step_worker.py OUT CASE    writes losses, gradient norms, entropies and the weights of rank 0 to OUT
+    python step_worker.py OUT    writes metrics, gradients and weights of rank 0, for every case, to OUT
 """
 import sys
 from dataclasses import replace
@@ -21,32 +21,49 @@ def lone_tree(lengths, rewards):
     return Tree(Problem("p", ""), nodes, [Group(-1, [3, 4], list(range(len(nodes))))])
 
 
-CASES = {  # trees of a step, in the order in which processes take them
-    "even": [make_tree(0), make_tree(1), make_tree(2), make_tree(4)],
-    "uneven": [make_tree(0), make_tree(1), make_tree(2)],
-    "one_and_forty_tokens": [lone_tree([1, 1], [0, 1]), lone_tree([40, 40], [1, 0])],
-    "one_process_has_nothing": [make_tree(0)],
-    "one_process_is_flat": [make_tree(0), lone_tree([4, 4], [0.35, 0.35])],
+CASES = {  # (normaliser, trees of a step in the order in which processes take them)
+    "even": ("grpo", [make_tree(0), make_tree(1), make_tree(2), make_tree(4)]),
+    "uneven": ("dapo", [make_tree(0), make_tree(1), make_tree(2)]),
+    "one and forty tokens, by token": ("dapo", [lone_tree([1, 1], [0, 1]), lone_tree([40, 40], [1, 0])]),
+    "one and forty tokens, by response": ("grpo", [lone_tree([1, 1], [0, 1]), lone_tree([40, 40], [1, 0])]),
+    "one process has nothing": ("dr-grpo", [make_tree(0)]),
+    "one process is flat": ("grpo", [make_tree(0), lone_tree([4, 4], [0.35, 0.35])]),
 }
 
 
-def main(out, case, normaliser):
-    rank, world, _ = start_processes()
+def two_steps(normaliser, trees):
     config = replace(CONFIG, beta=0.04, normaliser=normaliser, updates_per_rollout=2)
     model, reference, metrics = random_model(), random_model(seed=1), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(2):
-        trees = CASES[case][rank::world]
         for tree in trees:
             assign_credit(tree, config)
         metrics.append(optimise(model, reference, trees, optimizer, config))
         check_replicas(model)
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    return {"metrics": metrics, "weights": model.state_dict(), "gradients": gradients}
+
+
+def drift(model, rank):
+    """What check_replicas says when one process has other weights."""
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += rank
+    try:
+        check_replicas(model)
+    except RuntimeError as error:
+        return str(error)
+
+
+def main(out):
+    rank, world, _ = start_processes()
+    results = {name: two_steps(normaliser, trees[rank::world]) for name, (normaliser, trees) in CASES.items()}
+    results["drift"] = drift(random_model(), rank)
     if rank == 0:
-        gradients = {n: p.grad for n, p in model.named_parameters()}
-        torch.save({"metrics": metrics, "weights": model.state_dict(), "gradients": gradients}, out)
+        torch.save(results, out)
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])
