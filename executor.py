@@ -21,20 +21,21 @@ wrong, run the whole trainer in something stronger: `docker run --network none -
 Leaves out: pytest fixtures and plugins, languages other than Python, special judges (several right answers).
 """
 import ast
+import asyncio
+import atexit
 import base64
 import builtins
 import ctypes
-import errno
 import functools
 import gc
 import json
+import marshal
 import math
 import os
 import queue
 import re
 import resource
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -46,7 +47,7 @@ import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 
 MIB = 2**20
 
@@ -217,7 +218,10 @@ def clean_text(text):
 
 @dataclass(frozen=True)
 class Site:
-    """An assert of a test: its text, and with the judge kept what to compute from the child's value (None: the child decides)."""
+    """An assert of a test: its text, and what the judge keeps: a function of the child's value, the expected value as text.
+
+    Without a judge the child decides, and says that it came by.
+    """
     text: str
     judge: object = None
     expected: str = ""
@@ -225,98 +229,130 @@ class Site:
 
 @dataclass(frozen=True)
 class Plan:
-    """A test split in two: `code` for the child, where asserts are calls; `sites` for the judge; error: why the test is none."""
+    """A test taken apart: `code` (marshalled, base64) and `names` of test functions for the child, `sites` in order for the judge."""
     code: str = ""
+    names: tuple = ()
     sites: tuple = ()
-    error: str = ""
+    error: str = ""  # why this is no test
+
+
+def make_plan(test):
+    """The Plan of a Test."""
+    try:
+        if test.kind == "stdin":
+            return Plan()
+        if test.kind == "call":
+            [json.loads(line) for line in test.input.split("\n") if line.strip()]
+            wanted = json.loads(test.expected)
+            return Plan(sites=(Site(call_text(test), lambda value: (list(value) if type(value) is tuple else value) == wanted,
+                                    test.expected.strip()),))
+        return plan_of_code(test)
+    except (SyntaxError, ValueError, KeyError, RecursionError, MemoryError) as error:
+        return Plan(error=f"the test itself is not valid: {error}")
+
+
+@functools.lru_cache(maxsize=4096)  # a problem's tests judge many programs; stdin and call tests are not kept, they may be large
+def plan_of_code(test):
+    tree = ast.parse(test.code)
+    named = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+    tests = [n for name, n in named.items() if name.lower().startswith("test")] if test.kind == "pytest" else []
+    for node in tests:
+        if missing := fixtures(node):
+            raise ValueError(f"pytest fixtures are not supported ({', '.join(missing)})")
+    if test.kind == "pytest" and not tests:
+        raise ValueError("it has no test function")
+    bodies = {"assert": [tree], "check": [named.get("check")],
+              "pytest": [n for n in tests if isinstance(n, ast.FunctionDef) and not n.decorator_list]}[test.kind]
+    if None in bodies:
+        raise ValueError("it has no function check")
+    sites = []
+    for body in bodies:
+        body.body = [split_assert(n, test.code, sites) if isinstance(n, ast.Assert) else n for n in body.body]
+    tree = ast.fix_missing_locations(EqualsPlainly().visit(tree))
+    code = base64.b64encode(marshal.dumps(compile(tree, "test.py", "exec", dont_inherit=True))).decode()
+    return Plan(code, tuple(n.name for n in tests), tuple(sites))
+
+
+def fixtures(function):
+    """Names of the arguments of a test function that no parametrize fills."""
+    if isinstance(function, ast.ClassDef):
+        return []
+    given = [ast.literal_eval(d.args[0]) for d in function.decorator_list if isinstance(d, ast.Call) and ast.unparse(d.func).endswith("parametrize")]
+    given = [name.strip() for names in given for name in (names.split(",") if isinstance(names, str) else names)]
+    return [a.arg for a in function.args.args[:len(function.args.args) - len(function.args.defaults)] if a.arg not in given]
+
+
+def split_assert(node, source, sites):
+    """What the child runs instead of a top-level assert; the judge's half is appended to sites."""
+    inner, outer = peel(node.test)
+    if is_literal(inner):  # `assert True`
+        return node
+    text, number = ast.get_source_segment(source, node), ast.Constant(len(sites))
+    bare = isinstance(outer.operand if isinstance(outer, ast.UnaryOp) else outer, ast.Name)
+    if bare and not isinstance(inner, ast.Call):  # a computed expectation, `a == b or c == d`, ...
+        sites.append(Site(text))
+        return ast.copy_location(ast.Assert(call("__check__", number, node.test), node.msg), node)
+    equals = isinstance(outer, ast.Compare) and isinstance(outer.ops[0], ast.Eq) and isinstance(outer.left, ast.Name)
+    code = compile(ast.fix_missing_locations(ast.Expression(outer)), "judge", "eval")
+    sites.append(Site(text, functools.partial(holds, code), ast.unparse(outer.comparators[0]) if equals else ""))
+    return ast.copy_location(ast.Expr(call("__report__", number, call("__truth__", inner) if bare else inner)), node)
+
+
+def call(name, *arguments):
+    return ast.Call(ast.Name(name, ast.Load()), list(arguments), [])
+
+
+def peel(node):
+    """A condition as (the expression that the child computes, the rest as a condition on the name `value`).
+
+    Peeled off are comparisons, not, - and abs, isclose, if their other operands are literals.
+    """
+    def around(parts, rebuild):
+        computed = [i for i, part in enumerate(parts) if not is_literal(part)]
+        if len(computed) != 1:
+            return node, ast.Name("value", ast.Load())
+        inner, outer = peel(parts[computed[0]])
+        return inner, rebuild([outer if i == computed[0] else part for i, part in enumerate(parts)])
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        return around([node.left, *node.comparators], lambda p: ast.Compare(p[0], node.ops, p[1:]))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+        return around([node.left, node.right], lambda p: ast.BinOp(p[0], node.op, p[1]))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return around([node.operand], lambda p: ast.UnaryOp(node.op, p[0]))
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in JUDGE_CALLS and all(k.arg and is_literal(k.value) for k in node.keywords):
+        name = ast.Name(ast.unparse(node.func).rpartition(".")[2], ast.Load())
+        return around(node.args, lambda p: ast.Call(name, p, node.keywords))
+    return node, ast.Name("value", ast.Load())
+
+
+JUDGE_CALLS = ("abs", "math.fabs", "fabs", "math.isclose", "isclose")
+JUDGE_NAMES = {"__builtins__": {}, "abs": abs, "fabs": math.fabs, "isclose": math.isclose, "set": set, "float": float}
 
 
 def is_literal(node):
     try:
         ast.literal_eval(node)
         return True
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError):
         return isinstance(node, ast.Call) and ast.unparse(node) in ("set()", "float('inf')", "float('-inf')")
 
 
-def peel(node):
-    """Splits a condition: returns (expression for the child, condition on `value` for the judge); peels ==, <, not, abs, isclose ..."""
-    def descend(parts, rebuild):
-        rest = [i for i, part in enumerate(parts) if not is_literal(part)]
-        if len(rest) != 1:
-            return None
-        inner, outer = peel(parts[rest[0]])
-        return inner, rebuild([outer if i == rest[0] else part for i, part in enumerate(parts)])
-    split = None
-    if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        split = descend([node.left, *node.comparators], lambda p: ast.Compare(p[0], node.ops, p[1:]))
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
-        split = descend([node.left, node.right], lambda p: ast.BinOp(p[0], node.op, p[1]))
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        split = descend([node.operand], lambda p: ast.UnaryOp(node.op, p[0]))
-    elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("abs", "math.fabs", "math.isclose", "isclose"):
-        if all(k.arg and is_literal(k.value) for k in node.keywords):
-            name = ast.Name({"abs": "abs", "math.fabs": "abs"}.get(ast.unparse(node.func), "isclose"), ast.Load())
-            split = descend(node.args, lambda p: ast.Call(name, p, node.keywords))
-    return split or (node, ast.Name("value", ast.Load()))
+def holds(code, value):
+    """Whether a condition is true of a plain value; whatever it raises is a no."""
+    try:
+        return bool(eval(code, JUDGE_NAMES | {"value": value}))
+    except Exception:
+        return False
 
 
 class EqualsPlainly(ast.NodeTransformer):
-    """Writes == and != of a test as calls, so that the program's own __eq__ has no say about plain values."""
+    """Writes == and != of a test as calls of equal(), so that the program's own __eq__ has no say about plain values."""
     def visit_Compare(self, node):
         self.generic_visit(node)
-        if len(node.ops) == 1 and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
-            call = ast.Call(ast.Name("__equal__", ast.Load()), [node.left, *node.comparators], [])
-            return call if isinstance(node.ops[0], ast.Eq) else ast.UnaryOp(ast.Not(), call)
-        return node
-
-
-def split_assert(node, source, sites):
-    """The statement that the child runs instead of a top-level assert; its other half is appended to sites."""
-    text = ast.get_source_segment(source, node) or ast.unparse(node)
-    inner, outer = peel(node.test)
-    number = ast.Constant(len(sites))
-    if is_literal(inner):  # `assert True`
-        return node
-    if isinstance(outer, ast.Name) and not isinstance(inner, ast.Call):  # a computed expectation, a comparison of two calls, ...
-        sites.append(Site(text))
-        return ast.Assert(ast.Call(ast.Name("__check__", ast.Load()), [number, node.test], []), node.msg)
-    if isinstance(outer, ast.Name) or isinstance(outer, ast.UnaryOp) and isinstance(outer.operand, ast.Name):
-        inner = ast.Call(ast.Name("__truth__", ast.Load()), [inner], [])  # assert f(x): only its truth is needed
-    equals = isinstance(outer, ast.Compare) and isinstance(outer.ops[0], ast.Eq) and isinstance(outer.left, ast.Name)
-    judge = compile(ast.fix_missing_locations(ast.Expression(outer)), "judge", "eval")
-    sites.append(Site(text, judge, ast.unparse(outer.comparators[0]) if equals else ""))
-    return ast.Expr(ast.Call(ast.Name("__report__", ast.Load()), [number, inner], []))
-
-
-@functools.lru_cache(maxsize=4096)
-def plan(test):
-    """The Plan of a test (cached: a problem's tests judge many programs)."""
-    sites = []
-    try:
-        if test.kind == "call":
-            json.loads(test.expected)
-            [json.loads(line) for line in test.input.split("\n") if line.strip()]
-            return Plan(test.code)
-        if test.kind == "stdin":
-            return Plan()
-        tree = ast.parse(test.code)
-        bodies = {"assert": [tree], "check": [n for n in tree.body if getattr(n, "name", "") == "check"][-1:],
-                  "pytest": [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.startswith("test") and not n.decorator_list]}
-        for body in bodies[test.kind]:
-            body.body = [split_assert(n, test.code, sites) if isinstance(n, ast.Assert) else n for n in body.body]
-        tree = ast.fix_missing_locations(EqualsPlainly().visit(tree))
-        return Plan(ast.unparse(tree), tuple(sites))
-    except (SyntaxError, ValueError, KeyError, RecursionError, MemoryError) as error:
-        return Plan(error=f"the test itself is not valid: {type(error).__name__}: {error}")
-
-
-def holds(site, value):
-    """Whether a site's condition is true of a plain value; whatever it raises is no."""
-    try:
-        return bool(eval(site.judge, {"__builtins__": {"abs": abs, "set": set, "float": float}, "isclose": math.isclose, "value": value}))
-    except Exception:
-        return False
+        if len(node.ops) > 1 or not isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
+            return node
+        equal = call("__equal__", node.left, *node.comparators)
+        return equal if isinstance(node.ops[0], ast.Eq) else ast.UnaryOp(ast.Not(), equal)
 
 
 def same_output(actual, expected):
@@ -328,55 +364,66 @@ def same_output(actual, expected):
 def same_decimals(a, b):
     try:
         return [Decimal(token) for token in a.split()] == [Decimal(token) for token in b.split()]
-    except InvalidOperation:
+    except ArithmeticError:
         return False
 
 
-# ---------------------------------------------------------------- the judge: runs jobs on workers
+def call_text(test):
+    return f"{test.entry_point}({', '.join(line.strip() for line in test.input.splitlines() if line.strip())})"
+
+
+# ---------------------------------------------------------------- the judge: asks workers, decides
 
 class WorkerDied(Exception):
     """The worker, not the program, failed."""
 
 
 class Worker:
-    """The caller's end of a worker process; started anew when it died."""
+    """The judge's end of a worker process, which is started anew when it has died."""
     def __init__(self, limits):
-        self.limits, self.process, self.socket = limits, None, None
+        self.process, self.socket, self.closed = None, None, False
+        self.patience = limits.wall_seconds + 3 * limits.cpu_seconds + 30
 
     def start(self):
-        ours, theirs = socket.socketpair()
+        self.socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-s", "-B", "-X", "utf8", os.path.abspath(__file__), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], env=ENVIRONMENT, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL, start_new_session=True)
-        self.socket = ours
-
-    def stop(self):
-        """Ends the worker and whatever it runs."""
-        if self.process:
-            self.socket.close()  # the worker sees the end of file, kills its child and leaves
-            try:
-                self.process.wait(5)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-            self.process = None
+                [sys.executable, "-s", "-B", "-X", "utf8", os.path.abspath(__file__), str(theirs.fileno())], env=ENVIRONMENT, cwd="/",
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+        self.greeted = False
 
     def ask(self, request):
-        """The answer (dict) to a request (dict). Raises WorkerDied when none comes in time."""
+        """The answer (dict) to a request (dict). Raises WorkerDied if none comes."""
         try:
+            if self.closed:
+                raise EOFError("the executor was closed")
             if self.process is None:
                 self.start()
-            longest = self.limits.wall_seconds + 3 * self.limits.cpu_seconds
-            self.socket.settimeout(longest + 30)
+            self.socket.settimeout(self.patience)
+            if not self.greeted and (note := receive(self.socket)["note"]):
+                warnings.warn(note, RuntimeWarning, stacklevel=2)
+            self.greeted = True
             send(self.socket, request)
             return receive(self.socket)
         except (OSError, EOFError, ValueError) as error:
-            if self.process:
-                self.process.kill()
-            self.stop()
+            self.stop(patience=0)
             raise WorkerDied(str(error) or type(error).__name__) from None
+
+    def stop(self, patience=5):
+        """Ends the worker with whatever it runs; with patience (seconds), by leave of the worker."""
+        if self.process is None:
+            return
+        self.socket.close()  # the worker sees the end of file, kills its child and leaves
+        try:
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process = None
+
+
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "",
+               **{f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}}
 
 
 def send(sock, message):
@@ -385,7 +432,7 @@ def send(sock, message):
 
 
 def receive(sock):
-    """The next message; EOFError when the other end is gone."""
+    """The next message. Raises EOFError when the other end is gone."""
     return json.loads(read_exactly(sock, int.from_bytes(read_exactly(sock, 8), "big")))
 
 
@@ -398,24 +445,18 @@ def read_exactly(sock, size):
     return bytes(data)
 
 
-ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "",
-               **{f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}}
-
-
 class Executor:
-    """Runs jobs on `workers` processes (default: one per core of this process). A context manager; usable from any thread."""
+    """Runs jobs on `workers` processes (default: one per core that this process may use). A context manager; usable from any thread."""
     def __init__(self, workers=None, limits=Limits()):
-        self.limits = limits
         count = workers or len(os.sched_getaffinity(0))
+        self.limits, self.workers, self.idle = limits, [Worker(limits) for _ in range(count)], queue.SimpleQueue()
         self.pool = ThreadPoolExecutor(count, thread_name_prefix="executor")
-        self.idle = queue.SimpleQueue()
-        self.workers = [Worker(limits) for _ in range(count)]
         for worker in self.workers:
-            try:
-                worker.start()
-            except OSError:
-                worker.process = None  # its first job tries again, and reports infra if that fails
             self.idle.put(worker)
+            try:
+                worker.start()  # side by side
+            except OSError:
+                pass  # its first job tries again
 
     def __enter__(self):
         return self
@@ -424,8 +465,13 @@ class Executor:
         self.close()
 
     def close(self):
-        """Ends the workers; jobs that still run become infra."""
-        self.pool.shutdown(cancel_futures=True)
+        """Ends the workers. A run() in another thread raises CancelledError, or gets infra for what was running."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        for worker in self.workers:
+            worker.closed = True
+            if worker.process:
+                worker.socket.shutdown(socket.SHUT_RDWR)
+        self.pool.shutdown()
         for worker in self.workers:
             worker.stop()
 
@@ -433,51 +479,52 @@ class Executor:
         """Verdicts (list) of jobs (list of (code, list[Test])), in the same order. Raises ValueError for a job without tests."""
         for i, (_, tests) in enumerate(jobs):
             if not tests:
-                raise ValueError(f"job {i} has no tests; a program can only be judged by tests")
+                raise ValueError(f"job {i} has no tests; give it at least one, there is nothing else to judge a program by")
         return list(self.pool.map(self.judge, jobs))
 
     def judge(self, job):
-        """The Verdict of one job, on an idle worker; a job whose worker died is run once more, then infra."""
+        """The Verdict of one job, on an idle worker. A job whose worker died is run once more; then it is infra."""
         code, tests = job
         worker = self.idle.get()
         try:
-            for _ in range(2):
-                try:
-                    results = run_job(worker.ask, code or "", tests, self.limits)
-                    break
-                except WorkerDied as error:
-                    results = [Result("infra", why=(f"the executor failed: {error}",))] * len(tests)
+            try:
+                results = run_job(worker.ask, code or "", tests, self.limits)
+            except WorkerDied:
+                results = run_job(worker.ask, code or "", tests, self.limits)
+        except WorkerDied as error:
+            results = [Result("infra", why=(f"the executor failed: {error}",))] * len(tests)
         finally:
             self.idle.put(worker)
         return Verdict(results, [test.public for test in tests])
 
 
 def run_job(ask, code, tests, limits):
-    """Results (list) of a program's tests. Consecutive tests share a process until one ends it; each stdin test has its own."""
+    """Results (list) of a program's tests. Tests share a process until one ends it; each stdin test has one of its own."""
     if not code.strip():
         return [Result("syntax", why=("No Python code was found in the answer.",))] * len(tests)
-    plans = [plan(test) for test in tests]
-    results = [Result("infra", why=(p.error,)) if p.error else None for p in plans]
-    left = {"cpu_seconds": limits.cpu_seconds, "wall_seconds": limits.wall_seconds}
+    plans = [make_plan(test) for test in tests]
+    results = [Result("infra", why=(plan.error,)) if plan.error else None for plan in plans]
+    cpu, idle = limits.cpu_seconds, limits.wall_seconds
     while None in results:
         batch = next_batch(tests, results)
-        answer = ask({"code": code, "limits": asdict(limits) | left, "tests": [
-            {"kind": tests[i].kind, "code": plans[i].code, "entry_point": tests[i].entry_point, "input": tests[i].input} for i in batch]})
+        answer = ask({"program": code, "limits": asdict(limits) | {"cpu_seconds": cpu, "wall_seconds": idle}, "tests": [
+            {"kind": tests[i].kind, "code": plans[i].code, "names": plans[i].names, "entry_point": tests[i].entry_point,
+             "input": tests[i].input} for i in batch]})
         if answer["end"] == "infra":
             raise WorkerDied(answer["note"])
-        left = {"cpu_seconds": left["cpu_seconds"] - answer["cpu"], "wall_seconds": left["wall_seconds"] - answer["idle"]}
+        cpu, idle = cpu - answer["cpu"], idle - answer["idle"]
         for i, result in zip(batch, results_of(answer, code, [(tests[i], plans[i]) for i in batch], limits)):
             results[i] = result
-        if answer["end"] == "timeout":
-            results = [r or how_it_ended(answer, limits) for r in results]
+        if answer["end"] == "timeout":  # the time is the job's, not the test's
+            results = [result or how_it_ended(answer, limits) for result in results]
     return results
 
 
 def next_batch(tests, results):
-    """Indices of the next tests for one process: a stdin test alone, else those up to the next stdin test."""
+    """Indices of the next tests for one process: a stdin test, or those up to the next stdin test (1,000 at most)."""
     first, batch = results.index(None), []
     for i in range(first, len(tests)):
-        if tests[i].kind == "stdin":
+        if tests[i].kind == "stdin" and results[i] is None:
             return batch or [i]
         if results[i] is None and len(batch) < 1000:
             batch.append(i)
@@ -485,20 +532,23 @@ def next_batch(tests, results):
 
 
 def results_of(answer, code, pairs, limits):
-    """Results for tests (list of (Test, Plan)) that ran in one process: one of None for those that it did not come to."""
+    """Results of the tests (list of (Test, Plan)) that ran in one process; fewer if it ended before the last."""
     events, loaded = read_events(answer["records"], len(pairs))
     results = []
-    for (test, plan_), seen, proof in zip(pairs, events, answer["proofs"]):
-        result = result_of(test, plan_, seen, proof, answer, code)
-        if result is None:  # the process ended in this test
-            end = how_it_ended(answer, limits, plan_, seen)
+    for (test, plan), seen, proof in zip(pairs, events, answer["proofs"]):
+        result, reached = result_of(test, plan, seen, proof, code)
+        if test.kind == "stdin" and not result and answer["end"] == "exit 0":
+            output = base64.b64decode(answer["output"]).decode("utf-8", "replace")
+            result = Result("passed") if same_output(output, test.expected) else Result("failed", why=stdin_text(test, output))
+        if not result:  # the process ended in this test, or before the first
+            end = how_it_ended(answer, limits, where_of(test, plan, reached))
             return results + [end] * (1 if loaded else len(pairs) - len(results))
         results.append(result)
     return results
 
 
 def read_events(records, count):
-    """The child's records (str, a line each; hostile) as a list of (name, data) per test, and whether the program itself had run."""
+    """The records of a child (a line of JSON each, or noise of the program) as a list per test, and whether the program was loaded."""
     events, loaded = [[] for _ in range(count)], False
     for line in records.split("\n"):
         try:
@@ -506,398 +556,577 @@ def read_events(records, count):
             loaded |= name == "loaded"
             events[i].append((name, data))
         except (ValueError, TypeError, IndexError, RecursionError):
-            pass  # noise that the program wrote there
+            pass
     return events, loaded
 
 
-def result_of(test, plan_, events, proof, answer, code):
-    """The Result of one test from what its process sent; None if it sent no end of the test."""
-    reached = 0  # sites passed; a test passes only if it came by all of them, in order, and to its end
-    for name, data in events:
-        try:
-            if name in ("value", "check") and data[0] == reached < len(plan_.sites):
-                site = plan_.sites[reached]
-                if (site.judge is None) != (name == "check"):
-                    continue
-                if name == "value" and not holds(site, value := decode(data[1])):
-                    return Result("failed", site.text, (f"expected {site.expected}, got {value!r}" if site.expected else f"got {value!r}",))
+def result_of(test, plan, events, proof, code):
+    """(Result of one test, sites passed). None for a Result: its end was not reported.
+
+    A test passes only if it came by every site, in order, with the right values, and to its end, which the proof shows.
+    """
+    reached = 0
+    try:
+        for name, data in events:
+            site = plan.sites[reached] if reached < len(plan.sites) else None
+            if name == "value" and site and site.judge and data[0] == reached:
+                if not site.judge(value := decode(data[1])):
+                    expected = f"expected {site.expected}, " if site.expected else ""
+                    return Result("failed", site.text, (f"{expected}got {value!r}",)), reached
+                reached += 1
+            elif name == "check" and site and not site.judge and data[0] == reached:
                 reached += 1
             elif name == "fail":
-                return failure(test, plan_, reached, data[0], code)
-            elif name == "result" and test.kind == "call":
-                value = decode(data[0])
-                wanted = json.loads(test.expected)
-                if (list(value) if isinstance(value, tuple) else value) != wanted:
-                    return Result("failed", call_text(test), (f"expected {test.expected.strip()}, got {value!r}",))
-                reached = -1
-            elif name == "done" and data == [proof] and test.kind != "stdin":
-                if reached == (-1 if test.kind == "call" else len(plan_.sites)):
-                    return Result("passed")
-        except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError):
-            return Result("failed", where_of(test, plan_, reached), ("the result cannot be read",))
-    if test.kind == "stdin" and answer["end"] == "exit 0":
-        output = base64.b64decode(answer["output"]).decode("utf-8", "replace")
-        return Result("passed") if same_output(output, test.expected) else Result("failed", "", stdin_text(test, output))
-    return None
+                return failure(test, plan, reached, data[0], code), reached
+            elif name == "done" and data == [proof] and not site and test.kind != "stdin":
+                return Result("passed"), reached
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError):
+        return Result("failed", where_of(test, plan, reached), ("the result cannot be read",)), reached
+    return None, reached
 
 
-def failure(test, plan_, reached, data, code):
-    """The Result of a test that ended by an exception: data = {"status", "message", "frames": [[line, name] ...], "got"}."""
-    lines = code.split("\n")
-    frames = [f"  line {int(n)}, in {shorten(clean_text(str(name)), 60)}: {lines[int(n) - 1].strip()}" for n, name in data["frames"]
-              if 0 < int(n) <= len(lines)]
-    where = where_of(test, plan_, reached) if data["status"] != "syntax" else ""
-    return Result(str(data["status"]), where, (*frames, clean_text(str(data["message"]))))
+def failure(test, plan, reached, data, code):
+    """The Result of a test that ended by an exception: see explain() for data."""
+    status, message, lines = str(data["status"]), clean_text(str(data["message"])), code.split("\n")
+    frames = [f"  line {line}, in {shorten(clean_text(str(name)), 60)}: {lines[line - 1].strip()}" for line, name in data["frames"]
+              if 0 < line <= len(lines)]
+    if status == "failed" and data["unequal"]:
+        actual, expected = map(decode, data["unequal"])
+        message = f"expected {expected!r}, got {actual!r}"
+    where = "" if status == "syntax" else test_line(test, data["line"]) or where_of(test, plan, reached)
+    return Result(status if status in ("failed", "error", "memory", "exit", "syntax") else "error", where, (*frames, message))
 
 
-def where_of(test, plan_, reached):
-    """The text of the assert that a test stopped at, or of all of a short test."""
-    if test.kind == "call":
-        return call_text(test)
+def test_line(test, number):
+    """The statement at a line of a test's code; the line alone, if it begins a block."""
+    if test.kind in ("stdin", "call") or not number:
+        return ""
+    simple = [n for n in ast.walk(ast.parse(test.code)) if isinstance(n, ast.stmt) and not hasattr(n, "body") and n.lineno <= number <= n.end_lineno]
+    return ast.get_source_segment(test.code, simple[0]) if simple else "".join(test.code.splitlines()[number - 1:number]).strip()
+
+
+def where_of(test, plan, reached):
+    """What a test was at after `reached` sites: an assert, a call or an input; else all of it."""
     if test.kind == "stdin":
-        return f"input: {shorten(test.input.strip(), 200)}"
-    return plan_.sites[reached].text if 0 <= reached < len(plan_.sites) else test.code.strip()
-
-
-def call_text(test):
-    return f"{test.entry_point}({', '.join(line for line in test.input.split(chr(10)) if line.strip())})"
+        return f"input:\n{test.input.strip()}"
+    return plan.sites[min(reached, len(plan.sites) - 1)].text if plan.sites else test.code.strip()
 
 
 def stdin_text(test, output):
-    return tuple(f"{name}:\n{shorten(text.strip(), 200)}" for name, text in
-                 (("input", test.input), ("expected output", test.expected), ("your output", output)))
+    return tuple(f"{name}:\n{text.strip()}" for name, text in (("input", test.input), ("expected output", test.expected), ("your output", output)))
 
 
-def how_it_ended(answer, limits, plan_=None, events=()):
-    """The Result of a test in which the process ended: answer["end"] is `exit N`, `signal NAME`, timeout or output."""
-    reached = sum(name in ("value", "check") for name, _ in events)
-    where = plan_.sites[reached].text if plan_ and reached < len(plan_.sites) else ""
+def how_it_ended(answer, limits, where=""):
+    """The Result of a test in which the process ended: answer["end"] is timeout, output, `exit N` or `signal NAME`."""
     end = answer["end"]
     if end == "timeout":
-        spent = f"{limits.cpu_seconds:g} s of CPU" if answer["spent"] == "cpu" else f"{limits.wall_seconds:g} s"
+        spent = f"{limits.cpu_seconds:g} s of CPU" if answer["cpu_spent"] else f"{limits.wall_seconds:g} s"
         return Result("timeout", where, (f"timeout: more than {spent}",))
     if end == "output":
         return Result("error", where, (f"error: more than {limits.output // MIB} MiB of output",))
     if end.startswith("signal") and end != "signal SIGKILL":
-        return Result("error", where, (f"error: the program was ended by {end}",))
+        return Result("error", where, (f"error: ended by {end}",))
     return Result("exit", where, ("the program ended before the test did",))
 
 
-# ---------------------------------------------------------------- the worker: forks a child per job
+# ---------------------------------------------------------------- the worker: forks a child per request
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+SUBREAPER, PDEATHSIG, KEEPCAPS, NO_NEW_PRIVS = 36, 1, 8, 38     # prctl(2)
+NEW_NAMESPACES = 0x10000000 | 0x20000 | 0x20000000 | 0x40000000 | 0x8000000  # unshare(2): user, mount, PID, network, IPC
+NOBODY = 65534
+SHM = "/dev/shm"                                                # in namespaces: a file system of the job's own, and its folder
+HEADER = "\n".join([f"from {name} import *\nimport {name}" for name in (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json typing".split())]
+    + ["from builtins import *"])                               # LiveCodeBench's; last, so that pow and open are the built-in ones
+WARM = "numpy", "scipy", "pandas", "sympy", "networkx", "pytest"  # imported by the worker once a job names them
+
 
 def main(control):
-    """A worker: answers requests on the socket `control` until its other end closes."""
-    sys.path.pop(0)  # this folder: no module of ours for the program
-    isolated = isolate()
+    """A worker: answers the requests on a socket until its other end closes."""
+    sys.path.pop(0)  # our folder: the program shall not import from it
+    sys.argv = ["solution.py"]
     sys.set_int_max_str_digits(0)
-    wake, wake_write = os.pipe()
-    os.set_blocking(wake_write, False), os.set_blocking(wake, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    exec(HEADER, header := {})
-    gc.freeze()
+    note = isolate(control)
+    worker = types.SimpleNamespace(control=control, isolated=not note, wake=wake_up_pipe(), header={})
+    exec(HEADER, worker.header)
+    send(control, {"note": note})
     while True:
         try:
             request = receive(control)
         except (EOFError, OSError):
             os._exit(0)
-        for name in ("numpy", "pytest"):  # once, here, instead of in every child
-            if name not in sys.modules and any(name in text for text in (request["code"], *(t["code"] for t in request["tests"]))):
-                try:
-                    __import__(name)
-                except Exception:
-                    pass
-        send(control, serve(request, control, wake, header, isolated))
+        warm_up(request)
+        send(control, serve(request, worker))
 
 
-HEADER = "\n".join([f"from {name} import *\nimport {name}" for name in (
-    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json typing".split())]
-    + ["from builtins import *"])  # last: pow and open stay the built-in ones
+def wake_up_pipe():
+    """A descriptor that becomes readable when a child ends."""
+    readable, writable = os.pipe()
+    os.set_blocking(readable, False)
+    os.set_blocking(writable, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+    return readable
 
 
-def isolate():
-    """Namespaces of its own, where the kernel allows; returns whether it did."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-    return False
+def warm_up(request):
+    """Imports what the request names, once and for all children; notes the types that are not a program's."""
+    for name in WARM:
+        if name not in sys.modules and (name in request["program"] or name == "pytest" == request["tests"][0]["kind"]):
+            try:
+                __import__(name)
+            except Exception:
+                sys.modules.setdefault(name, None)  # not installed: an ImportError for the program, too
+            KNOWN_TYPES.clear()
+    if not KNOWN_TYPES:
+        todo = [object]
+        while todo:
+            new = {kind for kind in type.__subclasses__(todo.pop()) if kind not in KNOWN_TYPES}
+            KNOWN_TYPES.update(new)
+            todo += new
+        gc.freeze()
 
 
-def serve(request, control, wake, header, isolated):
-    """Runs one child; returns what it sent and how it ended."""
-    folder = tempfile.mkdtemp()
-    stdin_kind = request["tests"][0]["kind"] == "stdin"
-    pipes = [os.pipe() for _ in range(4)]  # stdin, output, records, proofs
-    (in_r, in_w), (out_r, out_w), (rec_r, rec_w), (proof_r, proof_w) = pipes
+KNOWN_TYPES = set()
+
+
+def isolate(control):
+    """Puts this process into namespaces of its own as their init; returns "", or why not. The process we were waits for it."""
+    trial = os.fork()
+    if trial == 0:
+        try:
+            enter_namespaces()
+            os._exit(0)
+        except OSError as error:
+            os._exit(error.errno)
+    if code := os.waitstatus_to_exitcode(os.waitpid(trial, 0)[1]):
+        LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
+        return (f"executor: no user namespaces here ({os.strerror(abs(code))}), so programs can reach the network, and this user's files and "
+                "processes; run in a container, see executor.py")
+    enter_namespaces()
+    if init := os.fork():
+        control.close()
+        os.waitpid(init, 0)
+        os._exit(0)
+    LIBC.prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    try:
+        check(LIBC.mount(b"proc", b"/proc", b"proc", 0, None))
+    except OSError:  # parts of /proc are masked, as in containers: no /proc then
+        check(LIBC.mount(b"tmpfs", b"/proc", b"tmpfs", 1, None))
+    return ""
+
+
+def enter_namespaces():
+    """New namespaces with read-only files, where we are user 0; outside we are the same user, or nobody if that was root.
+
+    Not staying root makes the limit on processes count; CAP_DAC_READ_SEARCH over root's files, mapped as user 1, lets Python be read.
+    """
+    uid, gid, (go, ready) = os.geteuid(), os.getegid(), os.pipe()
+    helper = os.fork()  # only a process outside may map two users
+    if helper == 0:
+        try:
+            os.close(ready)
+            os.read(go, 1)  # until the other end closes
+            for name, text in (("setgroups", "deny" if uid else "allow"), ("uid_map", id_map(uid, uid)), ("gid_map", id_map(gid, uid))):
+                with open(f"/proc/{os.getppid()}/{name}", "w") as file:
+                    file.write(text)
+            os._exit(0)
+        except OSError as error:
+            os._exit(error.errno)
+    failed = LIBC.unshare(NEW_NAMESPACES) and ctypes.get_errno()
+    os.close(ready)
+    os.close(go)
+    failed = failed or os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
+    if failed:
+        raise OSError(failed, os.strerror(failed))
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+    check(LIBC.mount(None, b"/", None, 0x44000, None))  # MS_REC | MS_PRIVATE
+    LIBC.syscall(442, -100, b"/", 0x8000, (ctypes.c_uint64 * 4)(1), ctypes.c_size_t(32))  # mount_setattr: read-only, all below; Linux 5.12
+    check(LIBC.mount(b"tmpfs", SHM.encode(), b"tmpfs", 0, None))
+
+
+def id_map(number, uid):
+    return f"0 {number} 1" if uid else f"0 {NOBODY} 1\n1 0 1"
+
+
+def check(failed):
+    if failed:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def serve(request, worker):
+    """Runs the program and tests of a request in a child; returns what they sent, and how the child ended."""
+    folder = make_folder(request["limits"], worker.isolated)
+    (in_r, in_w), (out_r, out_w), (records_r, records_w), (proofs_r, proofs_w) = pipes = [os.pipe() for _ in range(4)]
     try:
         pid = os.fork()
-    except OSError as error:
-        for fd in sum(pipes, ()):
+        if pid == 0:
+            try:
+                become_child(request["limits"], folder, worker.isolated, in_r, out_w, sorted((records_w, proofs_r)))
+                run_program(request, worker.header, records_w, proofs_r)
+            finally:
+                os._exit(1)
+        proofs = [os.urandom(16).hex() for _ in request["tests"]]  # made after the fork, so that the child's memory holds none
+        os.write(proofs_w, "".join(proofs).encode())
+        for fd in (in_r, out_w, records_w, proofs_r):
             os.close(fd)
-        os.rmdir(folder)
-        return {"end": "infra", "note": f"cannot start a process ({error})"}
-    if pid == 0:
-        try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            control.close()
-            prepare(request["limits"], folder, in_r, out_w, (in_w, out_r, rec_r, proof_w, wake))
-            run_child(request, header, rec_w, proof_r)
-        finally:
-            os._exit(1)
-    for fd in (in_r, out_w, rec_w, proof_r):
-        os.close(fd)
-    proofs = [os.urandom(16).hex() for _ in request["tests"]]  # made after the fork, so that the child's memory holds none
-    os.write(proof_w, "".join(proofs).encode())
-    answer = watch(pid, request, control, wake, (in_w, out_r, rec_r), request["tests"][0]["input"].encode("utf-8", "replace") if stdin_kind else b"")
-    answer["output"] = answer["output"] if stdin_kind else ""
-    os.close(proof_w)
-    kill_all(pid)
-    shutil.rmtree(folder, ignore_errors=True)
-    return answer | {"proofs": proofs}
+        answer = Watch(pid, request, worker, in_w, out_r, records_r).run()
+        kill_all(pid, worker.isolated)
+        return answer | {"proofs": proofs}
+    except OSError as error:
+        return {"end": "infra", "note": f"no process for a program: {error}"}
+    finally:
+        for fd in sum(pipes, ()):
+            try:
+                os.close(fd)
+            except OSError:
+                pass
+        remove_folder(folder, worker.isolated)
 
 
-def watch(pid, request, control, wake, fds, stdin):
-    """Feeds and drains a child's pipes until it ends or breaks a limit; closes the pipes."""
-    limits, (in_w, out_r, rec_r) = request["limits"], fds
-    kept, total, start, end = {out_r: bytearray(), rec_r: bytearray()}, 0, time.monotonic(), ""
-    poll = select.poll()
-    for fd in (out_r, rec_r, in_w):
-        os.set_blocking(fd, False)
-    for fd in (out_r, rec_r, wake, control.fileno()):
-        poll.register(fd, select.POLLIN)
-    poll.register(in_w, select.POLLOUT)
-    sent, open_in, cpu, idle, spent, status = 0, True, 0.0, 0.0, "", None
-    while not end:
-        wait = min((limits["cpu_seconds"] - cpu) / (os.cpu_count() or 1), limits["wall_seconds"] - idle)
-        ready = poll.poll(max(10, wait * 1000))
-        for fd, event in ready:
-            if fd == control.fileno():
-                kill_all(pid)
-                os._exit(0)
-            elif fd == wake:
-                os.read(wake, 4096)
-            elif fd == in_w:
-                try:
-                    sent += os.write(in_w, stdin[sent:sent + 65536]) if sent < len(stdin) else 0
-                except OSError:
-                    sent = len(stdin)
-                if sent >= len(stdin):
-                    poll.unregister(in_w)
-                    os.close(in_w)
-                    open_in = False
-            else:
-                data = read_some(fd)
-                kept[fd] += data
-                total += len(data)
-                if not data:
-                    poll.unregister(fd)
-        done, status, usage = os.wait4(pid, os.WNOHANG)
-        cpu = usage.ru_utime + usage.ru_stime if done else cpu_of(pid)
-        idle = time.monotonic() - start - 3 * cpu
-        if total > limits["output"]:
-            end = "output"
-        elif cpu >= limits["cpu_seconds"] or idle >= limits["wall_seconds"]:
-            end, spent = "timeout", "cpu" if cpu >= limits["cpu_seconds"] else "wall"
-        elif done:
-            end = f"exit {os.WEXITSTATUS(status)}" if os.WIFEXITED(status) else f"signal {signal.Signals(os.WTERMSIG(status)).name}"
-    for fd in (out_r, rec_r):
-        while len(data := read_some(fd)) and len(kept[fd]) < limits["output"]:
-            kept[fd] += data
-        os.close(fd)
-    if open_in:
-        os.close(in_w)
-    return {"end": end, "spent": spent, "cpu": cpu, "idle": max(0, idle), "records": kept[rec_r].decode("utf-8", "replace"),
-            "output": base64.b64encode(kept[out_r]).decode()}
+def make_folder(limits, isolated):
+    if isolated:
+        check(LIBC.mount(b"tmpfs", SHM.encode(), b"tmpfs", 6, f"size={limits['files']},nr_inodes=10000,mode=777".encode()))
+        return SHM
+    folder = tempfile.mkdtemp(prefix="executor-")
+    os.chmod(folder, 0o777)
+    return folder
 
 
-def read_some(fd):
+def remove_folder(folder, isolated):
+    if isolated:
+        LIBC.umount2(SHM.encode(), 2)  # MNT_DETACH
+        return
     try:
-        return os.read(fd, 65536)
-    except OSError:
-        return b""
+        os.rmdir(folder)
+    except OSError:  # not empty; rm, unlike shutil.rmtree, gets through any depth
+        subprocess.run(["chmod", "-R", "u+rwx", folder], stderr=subprocess.DEVNULL)
+        subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL)
+
+
+class Watch:
+    """Feeds and drains a child's pipes until it ends or breaks a limit."""
+    def __init__(self, pid, request, worker, in_w, out_r, records_r):
+        self.pid, self.limits, self.worker = pid, request["limits"], worker
+        self.whole = request["tests"][0]["kind"] == "stdin"
+        self.in_w, self.stdin = in_w, memoryview(request["tests"][0]["input"].encode("utf-8", "replace") if self.whole else b"")
+        self.kept, self.total = {out_r: bytearray(), records_r: bytearray()}, 0
+        self.out_r, self.records_r = out_r, records_r
+        self.poll = select.poll()
+        for fd in (in_w, out_r, records_r):
+            os.set_blocking(fd, False)
+        for fd in (out_r, records_r, worker.wake, worker.control.fileno()):
+            self.poll.register(fd, select.POLLIN)
+        self.poll.register(in_w, select.POLLOUT)
+
+    def run(self):
+        start, next_look, cpu, idle, end = time.monotonic(), 0.0, 0.0, 0.0, ""
+        while not end:
+            for fd, _ in self.poll.poll(max(0, (next_look - time.monotonic()) * 1000)):
+                self.handle(fd)
+            done, status, usage = os.wait4(self.pid, os.WNOHANG)
+            if done or time.monotonic() >= next_look:
+                cpu = usage.ru_utime + usage.ru_stime if done else self.cpu_used()
+                idle = max(0.0, time.monotonic() - start - 3 * cpu)
+                left = min((self.limits["cpu_seconds"] - cpu) / (os.cpu_count() or 1), self.limits["wall_seconds"] - idle)
+                next_look = time.monotonic() + max(0.01, left)
+                end = "timeout" if left <= 0 else how_it_exited(status) if done else ""
+            if self.total > self.limits["output"]:
+                end = "output"
+        for fd in self.kept:  # what was written before the end
+            while self.total <= self.limits["output"] and self.take(fd):
+                pass
+        return {"end": end, "cpu": cpu, "idle": idle, "cpu_spent": cpu >= self.limits["cpu_seconds"],
+                "records": self.kept[self.records_r].decode("utf-8", "replace"),
+                "output": base64.b64encode(self.kept[self.out_r]).decode() if self.whole else ""}
+
+    def handle(self, fd):
+        """Does what a ready descriptor asks for."""
+        if fd == self.worker.control.fileno():  # the judge is gone, or wants us to stop
+            kill_all(self.pid, self.worker.isolated)
+            os._exit(0)
+        elif fd == self.worker.wake:
+            os.read(fd, 4096)
+        elif fd == self.in_w:
+            self.feed()
+        elif not self.take(fd):
+            self.poll.unregister(fd)
+
+    def feed(self):
+        try:
+            self.stdin = self.stdin[os.write(self.in_w, self.stdin[:65536]):]
+        except BrokenPipeError:  # nobody reads it
+            self.stdin = b""
+        if not self.stdin:
+            self.poll.unregister(self.in_w)
+            os.close(self.in_w)
+
+    def take(self, fd):
+        """Reads once; returns whether there may be more. Output that nobody compares is counted and dropped."""
+        try:
+            data = os.read(fd, 65536)
+        except BlockingIOError:
+            return False
+        self.total += len(data)
+        if self.whole or fd == self.records_r:
+            self.kept[fd] += data
+        return bool(data)
+
+    def cpu_used(self):
+        """CPU seconds of the child; in a PID namespace, of the processes that came after it, too (numbers are given out in order)."""
+        return sum(map(cpu_of, range(self.pid, self.pid + (200 if self.worker.isolated else 1))))
 
 
 def cpu_of(pid):
-    """CPU seconds that a process has used."""
     try:
-        return time.clock_gettime(~pid << 3 | 2)  # the clock of another process: see clock_getcpuclockid(3)
+        return time.clock_gettime(~pid << 3 | 2)  # the CPU clock of another process: see clock_getcpuclockid(3)
     except OSError:
         return 0.0
 
 
-def kill_all(pid):
+def how_it_exited(status):
+    code = os.waitstatus_to_exitcode(status)
+    return f"exit {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+def kill_all(pid, isolated):
+    """Kills and reaps whatever the job has started."""
     try:
-        os.killpg(pid, signal.SIGKILL)
+        os.kill(-1, signal.SIGKILL) if isolated else os.killpg(pid, signal.SIGKILL)  # -1: all in our namespace
     except OSError:
         pass
-    while True:
-        try:
-            if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                for other in os.listdir("/proc"):
-                    if other.isdigit():
-                        try:
-                            with open(f"/proc/{other}/stat") as file:
-                                if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
-                                    os.kill(int(other), signal.SIGKILL)
-                        except OSError:
-                            pass
+    try:
+        while True:
+            if os.waitpid(-1, 0 if isolated else os.WNOHANG) == (0, 0):
+                for orphan in children():
+                    os.kill(orphan, signal.SIGKILL)
                 time.sleep(0.001)
-        except ChildProcessError:
-            return
+    except ChildProcessError:
+        pass
+
+
+def children():
+    """Process ids of our children: as subreaper, also of orphans."""
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", errors="replace") as file:
+                if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
+                    yield int(name)
+        except OSError:
+            pass
 
 
 # ---------------------------------------------------------------- the child: runs the program and its tests
 
-def prepare(limits, folder, stdin, stdout, close):
+def become_child(limits, folder, isolated, stdin, output, keep):
+    """From a fork of the worker to a process with limits, no privileges, no other descriptors, and `folder` to work in."""
     os.setsid()
-    for fd in close:
-        os.close(fd)
-    os.dup2(stdin, 0)
-    os.dup2(stdout, 1)
-    os.dup2(stdout, 2)
-    os.close(stdin)
-    os.close(stdout)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, fd in enumerate((stdin, output, output)):
+        os.dup2(fd, number)
+    for low, high in zip([3, *(fd + 1 for fd in keep)], [*keep, 256]):
+        os.closerange(low, high)
     os.chdir(folder)
     os.environ["TMPDIR"] = folder
-    cpu = math.ceil(limits["cpu_seconds"]) + 1
-    for name, value in (("AS", limits["memory"]), ("FSIZE", limits["files"]), ("NOFILE", limits["open_files"]), ("CORE", 0), ("CPU", cpu)):
-        kind = getattr(resource, f"RLIMIT_{name}")
-        hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # if memory runs out, we go first
+    except OSError:
+        pass
+    cpu, memory = math.ceil(limits["cpu_seconds"]) + 1, limits["memory"]
+    for name, soft, hard in (("AS", memory, memory + SPARE), ("FSIZE", limits["files"], limits["files"]), ("CPU", cpu, cpu), ("CORE", 0, 0),
+                             ("NOFILE", limits["open_files"], limits["open_files"])):
+        limit(name, soft, hard)
+    drop_privileges(isolated)
+    limit("NPROC", *[limits["processes"] + 3 if isolated else limits["processes"] * (os.cpu_count() or 1) + 512] * 2)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = open(number, "w" if number else "r", encoding="utf-8", errors="surrogateescape", closefd=False)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    sys.argv = ["solution.py"]
 
 
-def run_child(request, header, records, proofs):
-    """Runs the program, then its tests; what happens is written to the descriptor `records`."""
-    tests, write, dumps = request["tests"], os.write, json.dumps
-    whole = tests[0]["kind"] == "stdin"
-    originals, restore = dict(vars(builtins)), vars(builtins).update
+SPARE = 16 * MIB  # of memory, to report that there is no more
+
+
+def limit(name, soft, hard):
+    kind = getattr(resource, f"RLIMIT_{name}")
+    top = resource.getrlimit(kind)[1]
+    soft, hard = (value if top == resource.RLIM_INFINITY else min(value, top) for value in (soft, hard))
+    resource.setrlimit(kind, (soft, hard))
+
+
+def drop_privileges(isolated):
+    """Root outside namespaces becomes nobody; of root's capabilities, reading is all that is left, as Python may lie in a closed folder."""
+    if not isolated and os.geteuid() == 0:
+        LIBC.prctl(KEEPCAPS, 1, 0, 0, 0)
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    version = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    for capabilities in (4, 0):  # CAP_DAC_READ_SEARCH, if we have it
+        if LIBC.capset(version, (ctypes.c_uint32 * 6)(capabilities, capabilities)) == 0:
+            break
+    LIBC.prctl(NO_NEW_PRIVS, 1, 0, 0, 0)
+    LIBC.prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def run_program(request, header, records, proofs):
+    """Runs the program, then its tests; what happens goes to the descriptor `records`. Does not return."""
+    tests, kinds, write, dumps = request["tests"], {test["kind"] for test in request["tests"]}, os.write, json.dumps
 
     def emit(*record):
         data = f"\n{dumps(record)}\n".encode()
         while data:
             data = data[write(records, data):]
 
-    name = "__main__" if whole else "solution"
-    module = types.ModuleType(name)
-    space = vars(module)
-    if whole or any(test["kind"] == "call" for test in tests):
-        space.update({k: v for k, v in header.items() if k != "__builtins__"})
-        space.update(stdin=sys.stdin, stdout=sys.stdout, stderr=sys.stderr, __name__=name)
+    module = types.ModuleType("__main__" if "stdin" in kinds else "solution")
+    sys.modules["__main__"] = sys.modules[module.__name__] = module
+    if kinds & {"stdin", "call"}:
+        vars(module).update(header, __name__=module.__name__, __builtins__=builtins, stdin=sys.stdin, stdout=sys.stdout, stderr=sys.stderr)
         sys.setrecursionlimit(50_000)
-    sys.modules["__main__"] = sys.modules[name] = module
     try:
-        exec(compile(request["code"], "solution.py", "exec", dont_inherit=True), space)
+        code = None
+        code = compile(request["program"], "solution.py", "exec", dont_inherit=True)
+        exec(code, vars(module))
     except BaseException as error:
-        if not (whole and isinstance(error, SystemExit)):
+        if not ("stdin" in kinds and isinstance(error, SystemExit)):
             for i in range(len(tests)):
-                emit("fail", i, explain(error))
+                emit("fail", i, explain(error, code is None))
             os._exit(0)
-    if whole:
+    if "stdin" in kinds:  # end as an interpreter does
         threading._shutdown()
-        import atexit
         atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(0)
     emit("loaded", 0)
-    for i, test in enumerate(tests):
-        restore(originals)
-        sys.settrace(None)
-        sys.setprofile(None)
-        try:
-            run_test(i, test, space, emit, lambda: restore(originals))
-        except BaseException as error:
-            emit("fail", i, explain(error))
-            os.read(proofs, 32)
-        else:
-            emit("done", i, os.read(proofs, 32).decode())
+    run_tests(tests, vars(module), emit, functools.partial(os.read, proofs, 32))
     os._exit(0)
 
 
-def run_test(i, test, space, emit, restore):
-    """Runs one test; returns if it came to its end."""
-    def report(site, value):
-        restore()
-        emit("value", i, site, encode(value))
+def run_tests(tests, space, emit, next_proof):
+    """Runs tests (list of dict) in a program's namespace; next_proof() gives what shows that a test came to its end."""
+    original, restore, run_test = dict(vars(builtins)), vars(builtins).update, TestRun
+    for i, test in enumerate(tests):
+        restore(original)
+        sys.settrace(None)
+        sys.setprofile(None)
+        try:
+            run_test(i, emit, functools.partial(restore, original)).run(test, space)
+        except BaseException as error:
+            emit("fail", i, explain(error))
+            next_proof()
+        else:
+            emit("done", i, next_proof().decode())
 
-    def check(site, value):
-        restore()
+
+class TestRun:
+    """One test in the child, and the functions that its code calls in place of asserts and ==."""
+    __test__ = False
+
+    def __init__(self, i, emit, restore_builtins):
+        self.i, self.emit, self.restore = i, emit, restore_builtins
+
+    def report(self, site, value):
+        self.restore()
+        self.emit("value", self.i, site, encode(value))
+
+    def check(self, site, value):
+        self.restore()
         if value:
-            emit("check", i, site)
+            self.emit("check", self.i, site)
         return value
 
-    helpers = {"__report__": report, "__check__": check, "__equal__": equal, "__truth__": bool}
-    if test["kind"] == "call":
-        function = space[test["entry_point"]] if test["entry_point"] in space else getattr(space["Solution"](), test["entry_point"])
-        emit("result", i, encode(function(*(json.loads(line) for line in test["input"].split("\n") if line.strip()))))
+    def run(self, test, space):
+        UNEQUAL.clear()
+        entry = test["entry_point"]
+        if test["kind"] == "call":
+            function = getattr(space["Solution"](), entry) if "Solution" in space else space[entry]
+            self.report(0, function(*(json.loads(line) for line in test["input"].split("\n") if line.strip())))
+            return
+        if test["kind"] == "pytest":
+            space = dict(space, __name__="test_solution")
+        space.update(__report__=self.report, __check__=self.check, __equal__=equal, __truth__=bool)
+        exec(marshal.loads(base64.b64decode(test["code"])), space)
+        if test["kind"] == "check":
+            space["check"](space[entry])
+        for name in test["names"]:
+            run_pytest(space[name])
+
+
+def run_pytest(thing):
+    """Calls a test function, or the test methods of a class, with all their parametrized arguments."""
+    if isinstance(thing, type):
+        for name in [name for name in vars(thing) if name.startswith("test")]:
+            case = thing()
+            for setup in ("setUp", "setup_method"):
+                getattr(case, setup, lambda: None)()
+            run_pytest(getattr(case, name))
         return
-    if test["kind"] == "pytest":
-        space = dict(space, __name__="test_solution")
-    space.update(helpers)
-    exec(compile(test["code"], "test.py", "exec", dont_inherit=True), space)
-    if test["kind"] == "check":
-        space["check"](space[test["entry_point"]])
-    elif test["kind"] == "pytest":
-        run_pytest(space)
-
-
-def run_pytest(space):
-    """Calls the test functions, and the test methods of Test classes, with their parametrized arguments."""
-    for name, thing in list(space.items()):
-        if name.startswith("Test") and isinstance(thing, type):
-            for method in [m for m in vars(thing) if m.startswith("test")]:
-                call_test(getattr(thing(), method))
-        elif name.startswith("test") and isinstance(thing, types.FunctionType):
-            call_test(thing)
-
-
-def call_test(function):
     calls = [{}]
-    for mark in getattr(function, "pytestmark", []):
+    for mark in getattr(thing, "pytestmark", []):
         if mark.name == "parametrize":
             names, rows = mark.args[:2]
-            names = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
-            rows = [getattr(row, "values", row) if not isinstance(row, dict) else row for row in rows]
-            rows = [row if len(names) > 1 or hasattr(row, "_fields") else [row] for row in rows]
-            calls = [call | dict(zip(names, row)) for call in calls for row in rows]
-    for call in calls:
-        function(**call)
+            names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+            rows = [getattr(row, "values", row) if type(row).__name__ == "ParameterSet" else row if len(names) > 1 else [row] for row in rows]
+            calls = [arguments | dict(zip(names, row)) for arguments in calls for row in rows]
+    for arguments in calls:
+        result = thing(**arguments)
+        if asyncio.iscoroutine(result):
+            asyncio.run(result)
 
 
 def equal(a, b):
-    """a == b, decided by built-in parts where one side is plain data and the other an object with an __eq__ of the program."""
-    return a == b
+    """a == b; between an object of the program's own and anything else, only its built-in part counts."""
+    try:
+        mine = foreign(a), foreign(b)
+    except RecursionError:
+        mine = False, False
+    result = decode(encode(a)) == decode(encode(b)) if mine[0] != mine[1] else a == b
+    if result is False:
+        UNEQUAL[:] = a, b
+    return result
 
 
-def explain(error):
-    """What to tell of an exception: status, message, and the program's own frames."""
-    frames, trace = [], error.__traceback__
-    last = ""
+UNEQUAL = []  # the last two values that were not, for the feedback
+CONTAINERS = {list: list.__iter__, tuple: tuple.__iter__, set: set.__iter__, frozenset: frozenset.__iter__,
+              dict: lambda d: (x for pair in dict.items(d) for x in pair)}
+
+
+def foreign(value):
+    """Whether a value is, or holds, an object of a class that the program defined."""
+    kind = type(value)
+    return any(map(foreign, CONTAINERS[kind](value))) if kind in CONTAINERS else kind not in KNOWN_TYPES
+
+
+def explain(error, at_compile=False):
+    """What to tell of an exception: {"status", "message", "frames": [[line, name] ...] of the program, "line" of the test, "unequal"}."""
+    if isinstance(error, MemoryError):
+        limit("AS", *[resource.getrlimit(resource.RLIMIT_AS)[1]] * 2)
+    places, trace = [], error.__traceback__
     while trace:
-        last = trace.tb_frame.f_code.co_filename
-        if last == "solution.py":
-            frames.append([trace.tb_lineno, trace.tb_frame.f_code.co_name])
+        code = trace.tb_frame.f_code
+        places.append((code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
-    kind = type(error).__name__
+    in_test = [line for file, line, _ in places if file == "test.py"]
+    kind, status = type(error).__name__, "error"
     try:
         message = f"{kind}: {error}"[:4000] if str(error) else kind
     except Exception:
         message = kind
-    status = "error"
-    if isinstance(error, MemoryError):
-        status = "memory"
+    if at_compile:
+        status, message = "syntax", f"{kind}: {getattr(error, 'msg', error)}" + (f" (line {error.lineno})" if getattr(error, "lineno", 0) else "")
+    elif isinstance(error, MemoryError):
+        status, message = "memory", f"MemoryError: more than {resource.getrlimit(resource.RLIMIT_AS)[1] // MIB - SPARE // MIB} MiB"
     elif isinstance(error, SystemExit):
         status, message = "exit", "the program ended before the test did"
-    elif isinstance(error, (SyntaxError, UnicodeEncodeError)) and not frames and last != "test.py":
-        status, message = "syntax", f"{kind}: {getattr(error, 'msg', error)} (line {getattr(error, 'lineno', 0)})"
-    elif last == "test.py" and (isinstance(error, AssertionError) or kind == "Failed"):
+    elif kind in ("AssertionError", "Failed") and in_test and places[-1][0] != "solution.py":
         status = "failed"
-    return {"status": status, "message": message, "frames": frames[-3:]}
+    unequal = [encode(value) for value in UNEQUAL] if kind == "AssertionError" and not str(error) else []
+    return {"status": status, "message": message, "frames": [[line, name] for file, line, name in places if file == "solution.py"][-3:],
+            "line": in_test[0] if in_test else 0, "unequal": unequal}
 
 
 if __name__ == "__main__":
