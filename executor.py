@@ -21,7 +21,6 @@ wrong, run the whole trainer in something stronger: `docker run --network none -
 Leaves out: pytest fixtures and plugins, languages other than Python, special judges (several right answers).
 """
 import ast
-import asyncio
 import atexit
 import base64
 import builtins
@@ -647,6 +646,11 @@ def main(control):
     sys.path.pop(0)  # our folder: the program shall not import from it
     sys.argv = ["solution.py"]
     sys.set_int_max_str_digits(0)
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # if memory runs out, programs go first, not the trainer
+    except OSError:
+        pass
     note = isolate(control)
     worker = types.SimpleNamespace(control=control, isolated=not note, wake=wake_up_pipe(), header={})
     exec(HEADER, worker.header)
@@ -759,30 +763,31 @@ def check(failed):
 def serve(request, worker):
     """Runs the program and tests of a request in a child; returns what they sent, and how the child ended."""
     folder = make_folder(request["limits"], worker.isolated)
-    (in_r, in_w), (out_r, out_w), (records_r, records_w), (proofs_r, proofs_w) = pipes = [os.pipe() for _ in range(4)]
+    stdin, records, (out_r, out_w), (proofs_r, proofs_w) = os.memfd_create("stdin"), os.memfd_create("records"), os.pipe(), os.pipe()
     try:
+        if whole := request["tests"][0]["kind"] == "stdin":
+            with open(stdin, "wb", closefd=False) as file:
+                file.write(request["tests"][0]["input"].encode("utf-8", "replace"))
+            os.lseek(stdin, 0, os.SEEK_SET)
         pid = os.fork()
         if pid == 0:
             try:
-                become_child(request["limits"], folder, worker.isolated, in_r, out_w, sorted((records_w, proofs_r)))
-                run_program(request, worker.header, records_w, proofs_r)
+                become_child(request["limits"], folder, worker.isolated, stdin, out_w, sorted((records, proofs_r)))
+                run_program(request, worker.header, records, proofs_r)
             finally:
                 os._exit(1)
         proofs = [os.urandom(16).hex() for _ in request["tests"]]  # made after the fork, so that the child's memory holds none
         os.write(proofs_w, "".join(proofs).encode())
-        for fd in (in_r, out_w, records_w, proofs_r):
-            os.close(fd)
-        answer = Watch(pid, request, worker, in_w, out_r, records_r).run()
+        output = bytearray()
+        end = watch(pid, request["limits"], worker, out_r, output, whole)
         kill_all(pid, worker.isolated)
-        return answer | {"proofs": proofs}
+        return end | {"proofs": proofs, "output": base64.b64encode(output).decode(),
+                      "records": os.pread(records, request["limits"]["output"], 0).decode("utf-8", "replace")}
     except OSError as error:
         return {"end": "infra", "note": f"no process for a program: {error}"}
     finally:
-        for fd in sum(pipes, ()):
-            try:
-                os.close(fd)
-            except OSError:
-                pass
+        for fd in (stdin, records, out_r, out_w, proofs_r, proofs_w):
+            os.close(fd)
         remove_folder(folder, worker.isolated)
 
 
@@ -806,77 +811,54 @@ def remove_folder(folder, isolated):
         subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL)
 
 
-class Watch:
-    """Feeds and drains a child's pipes until it ends or breaks a limit."""
-    def __init__(self, pid, request, worker, in_w, out_r, records_r):
-        self.pid, self.limits, self.worker = pid, request["limits"], worker
-        self.whole = request["tests"][0]["kind"] == "stdin"
-        self.in_w, self.stdin = in_w, memoryview(request["tests"][0]["input"].encode("utf-8", "replace") if self.whole else b"")
-        self.kept, self.total = {out_r: bytearray(), records_r: bytearray()}, 0
-        self.out_r, self.records_r = out_r, records_r
-        self.poll = select.poll()
-        for fd in (in_w, out_r, records_r):
-            os.set_blocking(fd, False)
-        for fd in (out_r, records_r, worker.wake, worker.control.fileno()):
-            self.poll.register(fd, select.POLLIN)
-        self.poll.register(in_w, select.POLLOUT)
+def watch(pid, limits, worker, out_r, output, keep):
+    """Waits until the child ends or breaks a limit, and drains its output, into `output` (bytearray) if `keep`.
 
-    def run(self):
-        start, next_look, cpu, idle, end = time.monotonic(), 0.0, 0.0, 0.0, ""
-        while not end:
-            for fd, _ in self.poll.poll(max(0, (next_look - time.monotonic()) * 1000)):
-                self.handle(fd)
-            done, status, usage = os.wait4(self.pid, os.WNOHANG)
-            if done or time.monotonic() >= next_look:
-                cpu = usage.ru_utime + usage.ru_stime if done else self.cpu_used()
-                idle = max(0.0, time.monotonic() - start - 3 * cpu)
-                left = min((self.limits["cpu_seconds"] - cpu) / (os.cpu_count() or 1), self.limits["wall_seconds"] - idle)
-                next_look = time.monotonic() + max(0.01, left)
-                end = "timeout" if left <= 0 else how_it_exited(status) if done else ""
-            if self.total > self.limits["output"]:
-                end = "output"
-        for fd in self.kept:  # what was written before the end
-            while self.total <= self.limits["output"] and self.take(fd):
-                pass
-        return {"end": end, "cpu": cpu, "idle": idle, "cpu_spent": cpu >= self.limits["cpu_seconds"],
-                "records": self.kept[self.records_r].decode("utf-8", "replace"),
-                "output": base64.b64encode(self.kept[self.out_r]).decode() if self.whole else ""}
-
-    def handle(self, fd):
-        """Does what a ready descriptor asks for."""
-        if fd == self.worker.control.fileno():  # the judge is gone, or wants us to stop
-            kill_all(self.pid, self.worker.isolated)
-            os._exit(0)
-        elif fd == self.worker.wake:
-            os.read(fd, 4096)
-        elif fd == self.in_w:
-            self.feed()
-        elif not self.take(fd):
-            self.poll.unregister(fd)
-
-    def feed(self):
+    Returns {"end": see how_it_ended, "cpu": seconds, "idle": wall seconds less 3 for each of CPU, "cpu_spent": whether all of it}.
+    For a trivial job it wakes up once: results lie in a memory file, and we hold the pipe's other end, too, so that it never ends.
+    """
+    def drain():
         try:
-            self.stdin = self.stdin[os.write(self.in_w, self.stdin[:65536]):]
-        except BrokenPipeError:  # nobody reads it
-            self.stdin = b""
-        if not self.stdin:
-            self.poll.unregister(self.in_w)
-            os.close(self.in_w)
-
-    def take(self, fd):
-        """Reads once; returns whether there may be more. Output that nobody compares is counted and dropped."""
-        try:
-            data = os.read(fd, 65536)
+            data = os.read(out_r, 65536)
         except BlockingIOError:
-            return False
-        self.total += len(data)
-        if self.whole or fd == self.records_r:
-            self.kept[fd] += data
-        return bool(data)
+            return 0
+        output.extend(data if keep else b"")
+        return len(data)
 
-    def cpu_used(self):
-        """CPU seconds of the child; in a PID namespace, of the processes that came after it, too (numbers are given out in order)."""
-        return sum(map(cpu_of, range(self.pid, self.pid + (200 if self.worker.isolated else 1))))
+    def until_limit():
+        """Seconds in which no limit of time can be reached: all cores may work for the job."""
+        return min((limits["cpu_seconds"] - cpu) / (os.cpu_count() or 1), limits["wall_seconds"] - idle)
+
+    os.set_blocking(out_r, False)
+    poll = select.poll()
+    for fd in (out_r, worker.wake, worker.control.fileno()):
+        poll.register(fd, select.POLLIN)
+    start, cpu, idle, total, end = time.monotonic(), 0.0, 0.0, 0, ""
+    next_look = start + until_limit()
+    while not end:
+        for fd, _ in poll.poll(max(0, (next_look - time.monotonic()) * 1000)):
+            if fd == out_r:
+                total += drain()
+            elif fd == worker.wake:
+                os.read(fd, 4096)
+            else:  # the judge is gone, or wants us to stop
+                kill_all(pid, worker.isolated)
+                os._exit(0)
+        done, status, usage = os.wait4(pid, os.WNOHANG)
+        if done or time.monotonic() >= next_look:
+            cpu = usage.ru_utime + usage.ru_stime if done else cpu_used(pid, worker.isolated)
+            idle = max(0.0, time.monotonic() - start - 3 * cpu)
+            next_look = time.monotonic() + max(0.01, until_limit())
+            end = "timeout" if until_limit() <= 0 else how_it_exited(status) if done else ""
+        while done and total <= limits["output"] and (more := drain()):  # what was written before the end
+            total += more
+        end = "output" if total > limits["output"] else end
+    return {"end": end, "cpu": cpu, "idle": idle, "cpu_spent": cpu >= limits["cpu_seconds"]}
+
+
+def cpu_used(pid, isolated):
+    """CPU seconds of a child; in a PID namespace, of the processes that came after it, too (numbers are given out in order)."""
+    return sum(map(cpu_of, range(pid, pid + (200 if isolated else 1))))
 
 
 def cpu_of(pid):
@@ -931,11 +913,6 @@ def become_child(limits, folder, isolated, stdin, output, keep):
         os.closerange(low, high)
     os.chdir(folder)
     os.environ["TMPDIR"] = folder
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # if memory runs out, we go first
-    except OSError:
-        pass
     cpu, memory = math.ceil(limits["cpu_seconds"]) + 1, limits["memory"]
     for name, soft, hard in (("AS", memory, memory + SPARE), ("FSIZE", limits["files"], limits["files"]), ("CPU", cpu, cpu), ("CORE", 0, 0),
                              ("NOFILE", limits["open_files"], limits["open_files"])):
@@ -1074,7 +1051,8 @@ def run_pytest(thing):
             calls = [arguments | dict(zip(names, row)) for arguments in calls for row in rows]
     for arguments in calls:
         result = thing(**arguments)
-        if asyncio.iscoroutine(result):
+        if isinstance(result, types.CoroutineType):
+            import asyncio  # large, and hardly ever needed
             asyncio.run(result)
 
 
