@@ -216,7 +216,7 @@ def grow_trees(model, tokenizer, problems, executor, *, turns, group_size, branc
     Returns: list of Tree, with verdicts and rewards; credits and advantages are None.
     """
     stop, room = stop_ids(model, tokenizer), prefix_room(model, tokenizer, sampling)
-    trees = [Tree(problem) for problem in problems]
+    trees, verdicts = [Tree(problem) for problem in problems], {}
     frontier = [(tree, -1) for tree in trees]
     for turn in range(1, turns + 1):
         if reflexion and turn > 1:
@@ -224,7 +224,7 @@ def grow_trees(model, tokenizer, problems, executor, *, turns, group_size, branc
         groups = [open_group(tokenizer, tree, parent, room, public_feedback) for tree, parent in frontier]
         width = group_size if turn == 1 else branch or group_size
         for (tree, _), members in zip(frontier, sample_and_run(
-                model, tokenizer, frontier, groups, executor, width, sampling, stop, seconds)):
+                model, tokenizer, frontier, groups, executor, width, sampling, stop, verdicts, seconds)):
             for node in members:
                 node.turn = turn
                 node.reward = reward_of(node.verdict, binary_reward)
@@ -284,10 +284,15 @@ def reflect(model, tokenizer, frontier, room, public_feedback, sampling, stop):
                 tree.nodes[node].reflection = " ".join(tokenizer.decode(ids, skip_special_tokens=True).split())
 
 
-def sample_and_run(model, tokenizer, frontier, groups, executor, width, sampling, stop, seconds):
-    """Sample and judge `width` nodes for each (tree, parent) of the frontier. Returns a list of lists of Node."""
+def sample_and_run(model, tokenizer, frontier, groups, executor, width, sampling, stop, verdicts, seconds):
+    """Sample and judge `width` nodes for each (tree, parent) of the frontier. Returns a list of lists of Node.
+
+    A program that was run before in this rollout (siblings repeat each other, children their parents) is not run again:
+    `verdicts` maps (id of the tests, program) to its verdict.
+    """
     nodes = [None] * len(frontier)
     prefixes = [tree.groups[group].prefix_ids for (tree, _), group in zip(frontier, groups)]
+    tests = [tree.problem.tests for tree, _ in frontier]
     start = time.perf_counter()
     with ThreadPoolExecutor(1) as pool, sampling_mode(model):
         running = []
@@ -295,12 +300,16 @@ def sample_and_run(model, tokenizer, frontier, groups, executor, width, sampling
             for i, group in zip(batch, sample_batch(model, [prefixes[i] for i in batch], width, sampling, stop)):
                 tree, parent = frontier[i]
                 nodes[i] = [new_node(tokenizer, tree.problem, parent, groups[i], *response) for response in group]
-            jobs = [(node.code, frontier[i][0].problem.tests) for i in batch for node in nodes[i]]
-            running.append((batch, pool.submit(executor.run, jobs)))
+            jobs = {(id(tests[i]), node.code): (node.code, tests[i]) for i in batch for node in nodes[i]}
+            jobs = {key: job for key, job in jobs.items() if key not in verdicts}
+            verdicts |= dict.fromkeys(jobs)  # on its way
+            running.append((list(jobs), pool.submit(executor.run, list(jobs.values()))))
         sampled = time.perf_counter()
-        for batch, future in running:
-            for node, verdict in zip([n for i in batch for n in nodes[i]], future.result(), strict=True):
-                node.verdict = verdict
+        for keys, future in running:
+            verdicts |= zip(keys, future.result(), strict=True)
+    for i, group in enumerate(nodes):
+        for node in group:
+            node.verdict = verdicts[id(tests[i]), node.code]
     if seconds is not None:
         seconds["sampling"] = seconds.get("sampling", 0.0) + sampled - start
         seconds["execution"] = seconds.get("execution", 0.0) + time.perf_counter() - sampled

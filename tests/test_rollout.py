@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+import rollout
 from common import StubExecutor, StubVerdict, byte_tokenizer, random_model, slow_greedy, slow_logprobs
 from problems import BadInput, Problem, Test
 from rollout import (Sampling, batches, chains_of, evaluate, first_stop, generation_config, grow_trees, needs_fix, prefix_of, prefix_room, render,
@@ -13,6 +14,12 @@ from rollout import (Sampling, batches, chains_of, evaluate, first_stop, generat
 STOP = [2, 3, 4, 5, 6]
 PREFIXES = [list(range(3, 40)), list(range(50, 60)), [7]]
 PROBLEM = Problem("p1", "Write f.", [Test("assert", "assert f(1) == 2")])
+
+
+@pytest.fixture(autouse=True)
+def every_text_is_a_program(monkeypatch):
+    """Random models write no code; here what they write is the program."""
+    monkeypatch.setattr(rollout, "extract_code", lambda text, starter: text)
 
 
 def draw(model, prefixes, group_size, sampling, stop=STOP):
@@ -235,6 +242,16 @@ def test_a_verdict_reaches_the_node_whose_code_was_run():
     assert sorted(code for code, _ in executor.jobs) == sorted(n.code for tree in trees for n in tree.nodes)
 
 
+def test_a_program_is_run_once_for_all_siblings_and_children_that_repeat_it():
+    trees, executor, _ = grown(lambda code, i: StubVerdict([False, i == 0]), turns=3, sampling=Sampling(temperature=0, max_new_tokens=5),
+                               problems=[PROBLEM, Problem("p2", PROBLEM.prompt, list(PROBLEM.tests))])
+    codes = [{(n.code) for n in tree.nodes} for tree in trees]
+    assert len(executor.jobs) == len(codes[0]) + len(codes[1]) < sum(len(tree.nodes) for tree in trees)
+    for tree in trees:  # equal programs have equal verdicts within a problem; other tests are other jobs
+        assert all(a.verdict is b.verdict for a in tree.nodes for b in tree.nodes if a.code == b.code)
+    assert trees[0].nodes[0].verdict is not trees[1].nodes[0].verdict
+
+
 def test_T14_a_context_filled_by_feedback_is_marked():
     trees, _, _ = grown(lambda code, i: StubVerdict([False]), turns=2)
     assert not trees[0].groups[1].truncated
@@ -263,7 +280,8 @@ def test_public_feedback_shows_and_stops_by_the_public_tests_alone():
 def test_iterations_count_from_the_first_attempt_and_stay_solved():
     model, tokenizer = random_model(vocab_size=300, max_position_embeddings=2048), byte_tokenizer()
     tokenizer.model_max_length = 10**9
-    trees, solved = evaluate(model, tokenizer, [PROBLEM, PROBLEM], StubExecutor(lambda code, i: StubVerdict([i == 2])), 3,
+    two = [Problem(name, PROBLEM.prompt, list(PROBLEM.tests)) for name in "ab"]
+    trees, solved = evaluate(model, tokenizer, two, StubExecutor(lambda code, i: StubVerdict([i == 2])), 3,
                              Sampling(temperature=0, max_new_tokens=4))
     assert solved == [[False, True, True], [False, False, False]]
     assert solved_by_turn(chains_of(trees[0])[0], 3) == solved[0]
