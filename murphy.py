@@ -333,7 +333,10 @@ def murphy_step(model, reference, tokenizer, problems, executor, optimizer, conf
 # ---------------------------------------------------------------- metrics
 
 def tree_metrics(trees, config, seconds):
-    """Numbers that say whether a run is healthy, over the trees of all processes."""
+    """Numbers that say whether a run is healthy, over the trees of all processes.
+
+    seconds_execution is the wait for programs after the last sample of a turn; the rest of their time runs beside sampling.
+    """
     facts = [[(n.turn, n.reward, n.advantage is None, len(n.response_ids), n.truncated, hash(tuple(n.response_ids)))
               for n in tree.nodes] for tree in trees]
     spreads = [(credit_spread(tree, group), group.truncated) for tree in trees for group in tree.groups]
@@ -361,7 +364,7 @@ def tree_metrics(trees, config, seconds):
         "cut_prompts": mean([cut for _, cut in spreads]), "distinct_responses": len({n[5] for n in nodes}) / max(len(nodes), 1),
         "tokens": sum(length), "tokens_per_second": sum(length) / rollout_seconds if rollout_seconds else None,
         "seconds_rollout": max(t["rollout"] for t in times), "seconds_sampling": rollout_seconds,
-        "seconds_execution_wait": max(t.get("execution", 0) for t in times),
+        "seconds_execution": max(t.get("execution", 0) for t in times),
         "seconds_optimisation": max(t["optimisation"] for t in times)}
 
 

@@ -6,7 +6,7 @@
     python train.py --resume runs/NAME                                 go on after the newest whole checkpoint
 
 A run folder holds config.json, metrics.jsonl (a line a step), trees.jsonl (whole trees of a few prompts a step), eval.jsonl,
-and checkpoints/step-N (Hugging Face format, with optimizer.pt beside it).
+curves.png, and checkpoints/step-N (Hugging Face format in fp32, with optimizer.pt beside it).
 
 What it simplifies: every process holds the whole model in fp32 with its Adam state (16 bytes a parameter, and 4 more for
 the reference model where beta > 0), so the largest model is what one GPU holds. Bad input ends with one sentence and exit code 2.
@@ -172,6 +172,7 @@ def one_line(error):
 
 def load_model(path, device):
     """fp32 weights (masters of bf16 compute on CUDA), sdpa attention (the packed mask needs it), dropout off."""
+    hf_logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, ValueError, KeyError) as error:
@@ -321,7 +322,6 @@ def train(argv):
     run, config, resumed = settings_of(argv)
     rank, world, device = start_processes()
     first = rank == 0
-    hf_logging.disable_progress_bar()
     problems = load_problems(run["dataset"], limit=run["max_problems"], seed=config.seed)
     held_out = load_problems(run["eval_dataset"], limit=run["eval_problems"], split="heldout") if run["eval_dataset"] else []
     tokenizer, model_config, path = load_tokenizer(run["model"])
@@ -393,7 +393,29 @@ def train(argv):
         dist.barrier()  # a process that leaves early breaks the connections of the others
 
 
+def draw_curves(folder):
+    """curves.png: reward and solved share by turn, over steps; without matplotlib one sentence instead."""
+    try:
+        import matplotlib
+    except ImportError:
+        return print("curves.png was not drawn, because matplotlib is not installed: pip install matplotlib", file=sys.stderr)
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
+    for axis, name in zip(axes, ("reward", "solved")):
+        for turn in range(1, 10):
+            points = [(m["step"], m[f"{name}_turn{turn}"]) for m in metrics if m.get(f"{name}_turn{turn}") is not None]
+            if points:
+                axis.plot(*zip(*points), label=f"turn {turn}")
+        axis.set(xlabel="step", title=f"{name} in training, by turn", ylim=(0, 1))
+        axis.legend()
+    figure.savefig(folder / "curves.png", dpi=100)
+    pyplot.close(figure)
+
+
 def report(folder):
+    draw_curves(folder)
     if (folder / "eval.jsonl").exists():
         scores = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
         print(final_table([("before", scores[0]["iter"]), ("after", scores[-1]["iter"])]))

@@ -2,6 +2,7 @@
 import json
 import random
 import shutil
+import sys
 import types
 from pathlib import Path
 
@@ -39,13 +40,14 @@ def unbroken(tmp_path_factory):
 # ---------------------------------------------------------------- a run
 
 def test_a_run_folder_holds_what_the_readme_says(unbroken):
-    assert {p.name for p in unbroken.iterdir()} == {"config.json", "metrics.jsonl", "trees.jsonl", "eval.jsonl", "checkpoints"}
+    assert {p.name for p in unbroken.iterdir()} == {"config.json", "metrics.jsonl", "trees.jsonl", "eval.jsonl", "curves.png", "checkpoints"}
     metrics = lines(unbroken / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
     wanted = {"reward_turn1", "solved_turn1", "solved_prompts", "group_std", "flat_groups", "pruned_share", "loss", "k3_mean", "k3_max", "clip_share",
               "grad_norm", "entropy", "length_mean", "length_max", "truncated_share", "tokens_per_second", "seconds_rollout",
-              "seconds_execution_wait", "seconds_optimisation", "infra", "distinct_responses"}
+              "seconds_execution", "seconds_optimisation", "infra", "distinct_responses"}
     assert all(wanted <= set(m) for m in metrics) and all(m["nodes"] == m["groups"] * 4 for m in metrics)
+    assert (unbroken / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [e["step"] for e in lines(unbroken / "eval.jsonl")] == [0, 4]
     for e in lines(unbroken / "eval.jsonl"):
         assert len(e["iter"]) == 3 and e["iter"] == sorted(e["iter"]) and all(0 <= v <= 100 for v in e["iter"])
@@ -239,6 +241,12 @@ def test_G35_a_run_that_cannot_learn_says_so(capsys):
 def test_the_table_of_scores():
     assert final_table([("before", [30.0, 35.5]), ("after", [50.25, 70.0])]).splitlines() == [
         "held-out pass@1  Iter-1   Iter-2 ", "before             30.0    35.5", "after              50.2    70.0"]
+
+
+def test_curves_without_matplotlib_are_one_sentence(unbroken, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    train.draw_curves(unbroken)
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_check_replicas_without_processes_is_silent():
