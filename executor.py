@@ -47,6 +47,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from decimal import Decimal
+from fractions import Fraction
 
 MIB = 2**20
 
@@ -57,7 +58,7 @@ class Limits:
     cpu_seconds: float = 10      # of CPU
     wall_seconds: float = 20     # asleep or waiting; a second of CPU used extends it by 3, so that a crowded machine changes no verdict
     memory: int = 1024 * MIB     # bytes of address space, per process
-    output: int = 16 * MIB       # bytes written to stdout and stderr, or sent as results
+    output: int = 16 * MIB       # bytes written to stdout and stderr, per test
     files: int = 64 * MIB        # bytes in the working folder
     open_files: int = 256
     processes: int = 64          # with threads; in user namespaces only
@@ -108,14 +109,24 @@ class Verdict:
         """What failed, for the model: counts, the first failing test, why; str of at most max_chars characters."""
         lines = [f"Passed {sum(self.passed)} of {len(self.results)} tests."]
         first = next((r for r in self.results if r.status != "passed"), None)
+        room = max_chars - len(lines[0]) - 1
         if first:
-            *context, last = [text for text in ("First failure:", first.where, *first.why) if text]
-            share = max(40, max_chars // 3)
-            lines += [shorten(text, share) for text in context]
-            room = max_chars - len(lines[0]) - 1
-            last = shorten(last, min(room, max(share, room // 2)))
-            lines = [lines[0], shorten("\n".join(lines[1:]), room - len(last) - 1), last]
+            parts = [part for part in ("First failure:", first.where, *first.why) if part]
+            while len(parts) > 1 and room < 16 * len(parts):
+                parts.pop(0)  # the last part says most
+            lines += fit(parts, room)
         return "\n".join(line for line in lines if line)[:max_chars]
+
+
+def fit(parts, room):
+    """parts (list of str), the longest shortened so that together, with line breaks, they have at most room characters."""
+    left = room - len(parts) + 1
+    for number, size in enumerate(sorted(map(len, parts))):
+        share = left // (len(parts) - number)
+        if size > share:
+            break
+        left -= size
+    return [shorten(part, share) for part in parts]
 
 
 def shorten(text, size):
@@ -184,7 +195,8 @@ ENCODERS = {
     complex: lambda v, d: ["complex", v.real, v.imag], (bytes, bytearray): lambda v, d: ["bytes", bytes(v).hex()],
     list: encode_items("list", list.__iter__), tuple: encode_items("tuple", tuple.__iter__),
     set: encode_items("set", set.__iter__), frozenset: encode_items("set", frozenset.__iter__),
-    type({}.keys()): encode_items("set", iter), dict: encode_dict,
+    type({}.keys()): encode_items("set", iter), type({}.items()): encode_items("set", iter), dict: encode_dict,
+    Decimal: lambda v, d: ["decimal", Decimal.__str__(v)], Fraction: lambda v, d: ["fraction", *map(hex, Fraction.as_integer_ratio(v))],
 }
 
 
@@ -204,7 +216,10 @@ def decode(data):
     if name == "int":
         value = int(items[0], 16)
         return value if value.bit_length() < 10_000 else BigInt(value)
-    return {"complex": lambda a, b: complex(a, b), "bytes": bytes.fromhex, "other": Other}[name](*items)
+    return DECODERS[name](*items)
+
+
+DECODERS = {"complex": complex, "bytes": bytes.fromhex, "decimal": Decimal, "fraction": lambda a, b: Fraction(int(a, 16), int(b, 16)), "other": Other}
 
 
 def clean_text(text):
@@ -313,6 +328,8 @@ def peel(node):
         inner, outer = peel(parts[computed[0]])
         return inner, rebuild([outer if i == computed[0] else part for i, part in enumerate(parts)])
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        if isinstance(node.ops[0], (ast.In, ast.NotIn)) and is_literal(node.left):
+            return node, ast.Name("value", ast.Load())  # any object may be a container
         return around([node.left, *node.comparators], lambda p: ast.Compare(p[0], node.ops, p[1:]))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
         return around([node.left, node.right], lambda p: ast.BinOp(p[0], node.op, p[1]))
@@ -325,15 +342,19 @@ def peel(node):
 
 
 JUDGE_CALLS = ("abs", "math.fabs", "fabs", "math.isclose", "isclose")
-JUDGE_NAMES = {"__builtins__": {}, "abs": abs, "fabs": math.fabs, "isclose": math.isclose, "set": set, "float": float}
+CONSTRUCTORS = {"set": set, "frozenset": frozenset, "tuple": tuple, "list": list, "float": float}
+JUDGE_NAMES = {"__builtins__": {}, "abs": abs, "fabs": math.fabs, "isclose": math.isclose} | CONSTRUCTORS
 
 
 def is_literal(node):
+    """Whether a node is a literal, or set([1, 2]), float("inf") and the like."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CONSTRUCTORS and not node.keywords:
+        return all(map(is_literal, node.args))
     try:
         ast.literal_eval(node)
         return True
     except (ValueError, TypeError):
-        return isinstance(node, ast.Call) and ast.unparse(node) in ("set()", "float('inf')", "float('-inf')")
+        return False
 
 
 def holds(code, value):
@@ -379,15 +400,16 @@ class WorkerDied(Exception):
 
 class Worker:
     """The judge's end of a worker process, which is started anew when it has died."""
-    def __init__(self, limits):
-        self.process, self.socket, self.closed = None, None, False
+    def __init__(self, limits, namespaces=True):
+        self.process, self.socket, self.closed, self.mode = None, None, False, "isolated" if namespaces else "open"
         self.patience = limits.wall_seconds + 3 * limits.cpu_seconds + 30
 
     def start(self):
         self.socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-s", "-B", "-X", "utf8", os.path.abspath(__file__), str(theirs.fileno())], env=ENVIRONMENT, cwd="/",
+                [sys.executable, "-s", "-B", "-X", "utf8", os.path.abspath(__file__), str(theirs.fileno()), self.mode],
+                env=ENVIRONMENT, cwd="/",
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
         self.greeted = False
 
@@ -445,10 +467,13 @@ def read_exactly(sock, size):
 
 
 class Executor:
-    """Runs jobs on `workers` processes (default: one per core that this process may use). A context manager; usable from any thread."""
-    def __init__(self, workers=None, limits=Limits()):
+    """Runs jobs on `workers` processes (default: one per core that this process may use). A context manager; usable from any thread.
+
+    namespaces=False does without them where the kernel has them, as elsewhere.
+    """
+    def __init__(self, workers=None, limits=Limits(), namespaces=True):
         count = workers or len(os.sched_getaffinity(0))
-        self.limits, self.workers, self.idle = limits, [Worker(limits) for _ in range(count)], queue.SimpleQueue()
+        self.limits, self.workers, self.idle = limits, [Worker(limits, namespaces) for _ in range(count)], queue.SimpleQueue()
         self.pool = ThreadPoolExecutor(count, thread_name_prefix="executor")
         for worker in self.workers:
             self.idle.put(worker)
@@ -641,8 +666,8 @@ HEADER = "\n".join([f"from {name} import *\nimport {name}" for name in (
 WARM = "numpy", "scipy", "pandas", "sympy", "networkx", "pytest"  # imported by the worker once a job names them
 
 
-def main(control):
-    """A worker: answers the requests on a socket until its other end closes."""
+def main(control, mode):
+    """A worker: answers the requests on a socket until its other end closes. mode: isolated, or open (no namespaces)."""
     sys.path.pop(0)  # our folder: the program shall not import from it
     sys.argv = ["solution.py"]
     sys.set_int_max_str_digits(0)
@@ -651,7 +676,7 @@ def main(control):
             file.write("1000")  # if memory runs out, programs go first, not the trainer
     except OSError:
         pass
-    note = isolate(control)
+    note = isolate(control) if mode == "isolated" else do_without("not wanted")
     worker = types.SimpleNamespace(control=control, isolated=not note, wake=wake_up_pipe(), header={})
     exec(HEADER, worker.header)
     send(control, {"note": note})
@@ -705,9 +730,7 @@ def isolate(control):
         except OSError as error:
             os._exit(error.errno)
     if code := os.waitstatus_to_exitcode(os.waitpid(trial, 0)[1]):
-        LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
-        return (f"executor: no user namespaces here ({os.strerror(abs(code))}), so programs can reach the network, and this user's files and "
-                "processes; run in a container, see executor.py")
+        return do_without(os.strerror(abs(code)))
     enter_namespaces()
     if init := os.fork():
         control.close()
@@ -719,6 +742,13 @@ def isolate(control):
     except OSError:  # parts of /proc are masked, as in containers: no /proc then
         check(LIBC.mount(b"tmpfs", b"/proc", b"tmpfs", 1, None))
     return ""
+
+
+def do_without(reason):
+    """Adopts orphans, which an init does anyway; returns the warning."""
+    LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
+    return (f"executor: no user namespaces ({reason}), so programs can reach the network, and files and processes of their user; "
+            "run in a container, see executor.py")
 
 
 def enter_namespaces():
@@ -779,10 +809,11 @@ def serve(request, worker):
         proofs = [os.urandom(16).hex() for _ in request["tests"]]  # made after the fork, so that the child's memory holds none
         os.write(proofs_w, "".join(proofs).encode())
         output = bytearray()
-        end = watch(pid, request["limits"], worker, out_r, output, whole)
+        limits = request["limits"] | {"output": request["limits"]["output"] * len(proofs)}
+        end = watch(pid, limits, worker, out_r, output, whole)
         kill_all(pid, worker.isolated)
         return end | {"proofs": proofs, "output": base64.b64encode(output).decode(),
-                      "records": os.pread(records, request["limits"]["output"], 0).decode("utf-8", "replace")}
+                      "records": os.pread(records, 16 * MIB, 0).decode("utf-8", "replace")}
     except OSError as error:
         return {"end": "infra", "note": f"no process for a program: {error}"}
     finally:
@@ -985,13 +1016,13 @@ def run_program(request, header, records, proofs):
 
 def run_tests(tests, space, emit, next_proof):
     """Runs tests (list of dict) in a program's namespace; next_proof() gives what shows that a test came to its end."""
-    original, restore, run_test = dict(vars(builtins)), vars(builtins).update, TestRun
+    run_test = TestRun
     for i, test in enumerate(tests):
-        restore(original)
+        restore()
         sys.settrace(None)
         sys.setprofile(None)
         try:
-            run_test(i, emit, functools.partial(restore, original)).run(test, space)
+            run_test(i, emit).run(test, space)
         except BaseException as error:
             emit("fail", i, explain(error))
             next_proof()
@@ -999,19 +1030,22 @@ def run_tests(tests, space, emit, next_proof):
             emit("done", i, next_proof().decode())
 
 
+restore = functools.partial(vars(builtins).update, dict(vars(builtins)))  # undoes what a program did to the built-in names
+
+
 class TestRun:
     """One test in the child, and the functions that its code calls in place of asserts and ==."""
     __test__ = False
 
-    def __init__(self, i, emit, restore_builtins):
-        self.i, self.emit, self.restore = i, emit, restore_builtins
+    def __init__(self, i, emit):
+        self.i, self.emit = i, emit
 
     def report(self, site, value):
-        self.restore()
+        restore()
         self.emit("value", self.i, site, encode(value))
 
     def check(self, site, value):
-        self.restore()
+        restore()
         if value:
             self.emit("check", self.i, site)
         return value
@@ -1058,6 +1092,7 @@ def run_pytest(thing):
 
 def equal(a, b):
     """a == b; between an object of the program's own and anything else, only its built-in part counts."""
+    restore()
     try:
         mine = foreign(a), foreign(b)
     except RecursionError:
@@ -1091,7 +1126,7 @@ def explain(error, at_compile=False):
     in_test = [line for file, line, _ in places if file == "test.py"]
     kind, status = type(error).__name__, "error"
     try:
-        message = f"{kind}: {error}"[:4000] if str(error) else kind
+        message = shorten(f"{kind}: {error}", 4000) if str(error) else kind
     except Exception:
         message = kind
     if at_compile:
@@ -1108,4 +1143,4 @@ def explain(error, at_compile=False):
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
