@@ -61,7 +61,7 @@ class Limits:
     output: int = 16 * MIB       # bytes written to stdout and stderr, per test
     files: int = 64 * MIB        # bytes in the working folder
     open_files: int = 256
-    processes: int = 64          # with threads; in user namespaces only
+    processes: int = 64          # with threads; without namespaces, of all jobs together, and 512 more if they run as the trainer's user
 
 
 # ---------------------------------------------------------------- verdicts
@@ -186,17 +186,14 @@ def encode_items(name, iterate):
     return lambda value, depth: [name, *(encode(item, depth) for item in iterate(value))]
 
 
-def encode_dict(value, depth):
-    return ["dict", *([encode(k, depth), encode(v, depth)] for k, v in dict.items(value))]
-
-
 ENCODERS = {
     int: encode_int, float: lambda v, d: float.__add__(v, 0.0), str: lambda v, d: str.__str__(v),
     complex: lambda v, d: ["complex", v.real, v.imag], (bytes, bytearray): lambda v, d: ["bytes", bytes(v).hex()],
+    Decimal: lambda v, d: ["decimal", Decimal.__str__(v)], Fraction: lambda v, d: ["fraction", *map(hex, Fraction.as_integer_ratio(v))],
     list: encode_items("list", list.__iter__), tuple: encode_items("tuple", tuple.__iter__),
     set: encode_items("set", set.__iter__), frozenset: encode_items("set", frozenset.__iter__),
-    type({}.keys()): encode_items("set", iter), type({}.items()): encode_items("set", iter), dict: encode_dict,
-    Decimal: lambda v, d: ["decimal", Decimal.__str__(v)], Fraction: lambda v, d: ["fraction", *map(hex, Fraction.as_integer_ratio(v))],
+    type({}.keys()): encode_items("set", iter), type({}.items()): encode_items("set", iter),
+    dict: lambda v, d: ["dict", *([encode(key, d), encode(value, d)] for key, value in dict.items(v))],
 }
 
 
@@ -207,7 +204,7 @@ def decode(data):
     name, *items = data
     if name in ("list", "tuple"):
         return (list if name == "list" else tuple)(map(decode, items))
-    if name in ("set", "dict") and len(items) > 10_000:  # colliding hashes take quadratic time
+    if name in ("set", "dict") and len(items) > 2_000:  # colliding hashes take quadratic time
         return Other(f"<a {name} of {len(items)} members>")
     if name == "set":
         return SortedSet(map(decode, items))
@@ -219,7 +216,8 @@ def decode(data):
     return DECODERS[name](*items)
 
 
-DECODERS = {"complex": complex, "bytes": bytes.fromhex, "decimal": Decimal, "fraction": lambda a, b: Fraction(int(a, 16), int(b, 16)), "other": Other}
+DECODERS = {"complex": complex, "bytes": bytes.fromhex, "decimal": Decimal, "other": Other,
+            "fraction": lambda *pair: Fraction(*(int(n, 16) for n in pair)) if len(pair[0] + pair[1]) < 10_000 else Other("<a long fraction>")}
 
 
 def clean_text(text):
@@ -271,8 +269,8 @@ def plan_of_code(test):
     named = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
     tests = [n for name, n in named.items() if name.lower().startswith("test")] if test.kind == "pytest" else []
     for node in tests:
-        if missing := fixtures(node):
-            raise ValueError(f"pytest fixtures are not supported ({', '.join(missing)})")
+        if isinstance(node, ast.AsyncFunctionDef) or fixtures(node):
+            raise ValueError(f"{node.name} needs a plugin or a fixture of pytest, and neither is supported")
     if test.kind == "pytest" and not tests:
         raise ValueError("it has no test function")
     bodies = {"assert": [tree], "check": [named.get("check")],
@@ -400,18 +398,18 @@ class WorkerDied(Exception):
 
 class Worker:
     """The judge's end of a worker process, which is started anew when it has died."""
-    def __init__(self, limits, namespaces=True):
-        self.process, self.socket, self.closed, self.mode = None, None, False, "isolated" if namespaces else "open"
+    def __init__(self, limits, namespaces):
+        self.process, self.closed, self.mode = None, False, "isolated" if namespaces else "open"
         self.patience = limits.wall_seconds + 3 * limits.cpu_seconds + 30
 
     def start(self):
         self.socket, theirs = socket.socketpair()
+        self.socket.settimeout(self.patience)
+        self.messages, self.greeted = self.socket.makefile("rwb"), False
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-s", "-B", "-X", "utf8", os.path.abspath(__file__), str(theirs.fileno()), self.mode],
-                env=ENVIRONMENT, cwd="/",
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
-        self.greeted = False
+                [sys.executable, "-s", "-B", "-X", "utf8", os.path.abspath(__file__), str(theirs.fileno()), self.mode], env=environment(),
+                cwd="/", pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
 
     def ask(self, request):
         """The answer (dict) to a request (dict). Raises WorkerDied if none comes."""
@@ -420,50 +418,48 @@ class Worker:
                 raise EOFError("the executor was closed")
             if self.process is None:
                 self.start()
-            self.socket.settimeout(self.patience)
-            if not self.greeted and (note := receive(self.socket)["note"]):
+            if not self.greeted and (note := receive(self.messages)["note"]):
                 warnings.warn(note, RuntimeWarning, stacklevel=2)
             self.greeted = True
-            send(self.socket, request)
-            return receive(self.socket)
+            send(self.messages, request)
+            return receive(self.messages)
         except (OSError, EOFError, ValueError) as error:
             self.stop(patience=0)
             raise WorkerDied(str(error) or type(error).__name__) from None
 
     def stop(self, patience=5):
-        """Ends the worker with whatever it runs; with patience (seconds), by leave of the worker."""
-        if self.process is None:
+        """Ends the worker with whatever it runs; within patience (seconds), by its own leave."""
+        process, self.process = self.process, None
+        if process is None:
             return
-        self.socket.close()  # the worker sees the end of file, kills its child and leaves
         try:
-            self.process.wait(patience)
+            self.socket.shutdown(socket.SHUT_RDWR)  # the worker sees the end of file, kills its child and leaves
+        except OSError:
+            pass  # it has left already
+        try:
+            process.wait(patience)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process = None
+            process.kill()
+            process.wait()
 
 
-ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "",
-               **{f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}}
+def environment():
+    """What a worker and its programs see of ours: nothing but what Python may need to start."""
+    needed = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHOME") if name in os.environ}
+    threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
+    return needed | threads | {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def send(sock, message):
-    data = json.dumps(message).encode()
-    sock.sendall(len(data).to_bytes(8, "big") + data)
+def send(messages, message):
+    messages.write(json.dumps(message).encode() + b"\n")
+    messages.flush()
 
 
-def receive(sock):
+def receive(messages):
     """The next message. Raises EOFError when the other end is gone."""
-    return json.loads(read_exactly(sock, int.from_bytes(read_exactly(sock, 8), "big")))
-
-
-def read_exactly(sock, size):
-    data = bytearray()
-    while len(data) < size:
-        if not (part := sock.recv(min(size - len(data), MIB))):
-            raise EOFError("the worker is gone")
-        data += part
-    return bytes(data)
+    if not (line := messages.readline()).endswith(b"\n"):
+        raise EOFError("the worker is gone")
+    return json.loads(line)
 
 
 class Executor:
@@ -493,11 +489,8 @@ class Executor:
         self.pool.shutdown(wait=False, cancel_futures=True)
         for worker in self.workers:
             worker.closed = True
-            if worker.process:
-                worker.socket.shutdown(socket.SHUT_RDWR)
-        self.pool.shutdown()
-        for worker in self.workers:
             worker.stop()
+        self.pool.shutdown()
 
     def run(self, jobs):
         """Verdicts (list) of jobs (list of (code, list[Test])), in the same order. Raises ValueError for a job without tests."""
@@ -600,6 +593,8 @@ def result_of(test, plan, events, proof, code):
                 reached += 1
             elif name == "check" and site and not site.judge and data[0] == reached:
                 reached += 1
+            elif name == "infra" and data[0] == proof:
+                return Result("infra", why=(f"the executor failed: {data[1]}",)), reached
             elif name == "fail":
                 return failure(test, plan, reached, data[0], code), reached
             elif name == "done" and data == [proof] and not site and test.kind != "stdin":
@@ -677,16 +672,17 @@ def main(control, mode):
     except OSError:
         pass
     note = isolate(control) if mode == "isolated" else do_without("not wanted")
-    worker = types.SimpleNamespace(control=control, isolated=not note, wake=wake_up_pipe(), header={})
+    messages = control.makefile("rwb")
+    worker = types.SimpleNamespace(control=control.fileno(), isolated=not note, wake=wake_up_pipe(), header={})
     exec(HEADER, worker.header)
-    send(control, {"note": note})
+    send(messages, {"note": note})
     while True:
         try:
-            request = receive(control)
-        except (EOFError, OSError):
+            request = receive(messages)
+            warm_up(request)
+            send(messages, serve(request, worker))
+        except (EOFError, ConnectionError):
             os._exit(0)
-        warm_up(request)
-        send(control, serve(request, worker))
 
 
 def wake_up_pipe():
@@ -702,11 +698,12 @@ def wake_up_pipe():
 def warm_up(request):
     """Imports what the request names, once and for all children; notes the types that are not a program's."""
     for name in WARM:
-        if name not in sys.modules and (name in request["program"] or name == "pytest" == request["tests"][0]["kind"]):
+        if name not in WARMED and (name in request["program"] or any(name == test["kind"] for test in request["tests"])):
             try:
                 __import__(name)
             except Exception:
-                sys.modules.setdefault(name, None)  # not installed: an ImportError for the program, too
+                pass  # not installed: that is for the program to find out
+            WARMED.add(name)
             KNOWN_TYPES.clear()
     if not KNOWN_TYPES:
         todo = [object]
@@ -717,7 +714,7 @@ def warm_up(request):
         gc.freeze()
 
 
-KNOWN_TYPES = set()
+KNOWN_TYPES, WARMED = set(), set()
 
 
 def isolate(control):
@@ -739,6 +736,8 @@ def isolate(control):
     LIBC.prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         check(LIBC.mount(b"proc", b"/proc", b"proc", 0, None))
+        with open("/proc/sys/user/max_user_namespaces", "w") as file:
+            file.write("0")  # no further ones: they would offer the program more of the kernel
     except OSError:  # parts of /proc are masked, as in containers: no /proc then
         check(LIBC.mount(b"tmpfs", b"/proc", b"tmpfs", 1, None))
     return ""
@@ -752,37 +751,56 @@ def do_without(reason):
 
 
 def enter_namespaces():
-    """New namespaces with read-only files, where we are user 0; outside we are the same user, or nobody if that was root.
+    """New namespaces with read-only files, where we are user 0; outside we are the same user, or if that was root, nobody.
 
     Not staying root makes the limit on processes count; CAP_DAC_READ_SEARCH over root's files, mapped as user 1, lets Python be read.
     """
     uid, gid, (go, ready) = os.geteuid(), os.getegid(), os.pipe()
-    helper = os.fork()  # only a process outside may map two users
+    helper = os.fork()  # only a process outside may map a user that is not its own
     if helper == 0:
         try:
             os.close(ready)
             os.read(go, 1)  # until the other end closes
-            for name, text in (("setgroups", "deny" if uid else "allow"), ("uid_map", id_map(uid, uid)), ("gid_map", id_map(gid, uid))):
-                with open(f"/proc/{os.getppid()}/{name}", "w") as file:
-                    file.write(text)
+            map_ids(f"/proc/{os.getppid()}/", uid, gid)
             os._exit(0)
         except OSError as error:
             os._exit(error.errno)
     failed = LIBC.unshare(NEW_NAMESPACES) and ctypes.get_errno()
     os.close(ready)
     os.close(go)
-    failed = failed or os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
+    failed = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1]) or failed
     if failed:
         raise OSError(failed, os.strerror(failed))
-    os.setresgid(0, 0, 0)
-    os.setresuid(0, 0, 0)
+    become(0)
     check(LIBC.mount(None, b"/", None, 0x44000, None))  # MS_REC | MS_PRIVATE
     LIBC.syscall(442, -100, b"/", 0x8000, (ctypes.c_uint64 * 4)(1), ctypes.c_size_t(32))  # mount_setattr: read-only, all below; Linux 5.12
     check(LIBC.mount(b"tmpfs", SHM.encode(), b"tmpfs", 0, None))
 
 
-def id_map(number, uid):
-    return f"0 {number} 1" if uid else f"0 {NOBODY} 1\n1 0 1"
+def map_ids(process, uid, gid):
+    """Maps the user ids of a process in a new namespace: root's as nobody's, where we may."""
+    def write(name, text):
+        with open(process + name, "w") as file:
+            file.write(text)
+    try:
+        if uid:
+            raise PermissionError
+        for name in ("uid_map", "gid_map"):
+            write(name, f"0 {NOBODY} 1\n1 0 1")
+    except OSError:
+        write("setgroups", "deny")
+        write("uid_map", f"0 {uid} 1")
+        write("gid_map", f"0 {gid} 1")
+
+
+def become(user):
+    """Takes a user id (int) in place of root's, with the group of the same number."""
+    try:
+        os.setgroups([])
+    except PermissionError:  # the user of the namespace may not
+        pass
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
 
 
 def check(failed):
@@ -803,6 +821,10 @@ def serve(request, worker):
         if pid == 0:
             try:
                 become_child(request["limits"], folder, worker.isolated, stdin, out_w, sorted((records, proofs_r)))
+            except BaseException as error:  # our failure, as the proof shows
+                os.write(records, json.dumps(["infra", 0, os.read(proofs_r, 32).decode(), str(error)]).encode())
+                os._exit(1)
+            try:
                 run_program(request, worker.header, records, proofs_r)
             finally:
                 os._exit(1)
@@ -862,7 +884,7 @@ def watch(pid, limits, worker, out_r, output, keep):
 
     os.set_blocking(out_r, False)
     poll = select.poll()
-    for fd in (out_r, worker.wake, worker.control.fileno()):
+    for fd in (out_r, worker.wake, worker.control):
         poll.register(fd, select.POLLIN)
     start, cpu, idle, total, end = time.monotonic(), 0.0, 0.0, 0, ""
     next_look = start + until_limit()
@@ -880,7 +902,9 @@ def watch(pid, limits, worker, out_r, output, keep):
             cpu = usage.ru_utime + usage.ru_stime if done else cpu_used(pid, worker.isolated)
             idle = max(0.0, time.monotonic() - start - 3 * cpu)
             next_look = time.monotonic() + max(0.01, until_limit())
-            end = "timeout" if until_limit() <= 0 else how_it_exited(status) if done else ""
+            code = os.waitstatus_to_exitcode(status)
+            end = f"exit {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+            end = "timeout" if until_limit() <= 0 else end if done else ""
         while done and total <= limits["output"] and (more := drain()):  # what was written before the end
             total += more
         end = "output" if total > limits["output"] else end
@@ -889,19 +913,13 @@ def watch(pid, limits, worker, out_r, output, keep):
 
 def cpu_used(pid, isolated):
     """CPU seconds of a child; in a PID namespace, of the processes that came after it, too (numbers are given out in order)."""
-    return sum(map(cpu_of, range(pid, pid + (200 if isolated else 1))))
-
-
-def cpu_of(pid):
-    try:
-        return time.clock_gettime(~pid << 3 | 2)  # the CPU clock of another process: see clock_getcpuclockid(3)
-    except OSError:
-        return 0.0
-
-
-def how_it_exited(status):
-    code = os.waitstatus_to_exitcode(status)
-    return f"exit {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    used = 0.0
+    for number in range(pid, pid + (200 if isolated else 1)):
+        try:
+            used += time.clock_gettime(~number << 3 | 2)  # the CPU clock of another process: see clock_getcpuclockid(3)
+        except OSError:  # there is no such process
+            pass
+    return used
 
 
 def kill_all(pid, isolated):
@@ -944,12 +962,13 @@ def become_child(limits, folder, isolated, stdin, output, keep):
         os.closerange(low, high)
     os.chdir(folder)
     os.environ["TMPDIR"] = folder
-    cpu, memory = math.ceil(limits["cpu_seconds"]) + 1, limits["memory"]
+    cpu, memory = max(0, math.ceil(limits["cpu_seconds"])) + 1, limits["memory"]
     for name, soft, hard in (("AS", memory, memory + SPARE), ("FSIZE", limits["files"], limits["files"]), ("CPU", cpu, cpu), ("CORE", 0, 0),
                              ("NOFILE", limits["open_files"], limits["open_files"])):
         limit(name, soft, hard)
     drop_privileges(isolated)
-    limit("NPROC", *[limits["processes"] + 3 if isolated else limits["processes"] * (os.cpu_count() or 1) + 512] * 2)
+    shared = limits["processes"] * (os.cpu_count() or 1) + (0 if os.geteuid() == NOBODY else 512)  # by all workers, and what else the user runs
+    limit("NPROC", *[limits["processes"] + 3 if isolated else shared] * 2)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = open(number, "w" if number else "r", encoding="utf-8", errors="surrogateescape", closefd=False)
         setattr(sys, name, stream)
@@ -970,9 +989,10 @@ def drop_privileges(isolated):
     """Root outside namespaces becomes nobody; of root's capabilities, reading is all that is left, as Python may lie in a closed folder."""
     if not isolated and os.geteuid() == 0:
         LIBC.prctl(KEEPCAPS, 1, 0, 0, 0)
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+        try:
+            become(NOBODY)
+        except OSError:  # root of a container that has no other user
+            pass
     version = (ctypes.c_uint32 * 2)(0x20080522, 0)
     for capabilities in (4, 0):  # CAP_DAC_READ_SEARCH, if we have it
         if LIBC.capset(version, (ctypes.c_uint32 * 6)(capabilities, capabilities)) == 0:
@@ -1084,10 +1104,7 @@ def run_pytest(thing):
             rows = [getattr(row, "values", row) if type(row).__name__ == "ParameterSet" else row if len(names) > 1 else [row] for row in rows]
             calls = [arguments | dict(zip(names, row)) for arguments in calls for row in rows]
     for arguments in calls:
-        result = thing(**arguments)
-        if isinstance(result, types.CoroutineType):
-            import asyncio  # large, and hardly ever needed
-            asyncio.run(result)
+        thing(**arguments)
 
 
 def equal(a, b):

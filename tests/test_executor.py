@@ -32,6 +32,7 @@ TWO = [Test("assert", "assert f(1) == 2"), Test("assert", "assert f(5) == 6")]
 def pool():
     """One executor for the whole file, with short limits of time."""
     with Executor(limits=SHORT) as executor:
+        executor.run([(GOOD, TWO)] * 20)
         yield executor
 
 
@@ -351,9 +352,6 @@ def test_approx():
 def test_plain():
     assert f(1) == 2
     assert helper() == 3
-
-async def test_async():
-    assert f(1) == 2
 """
 
 
@@ -366,7 +364,7 @@ def test_pytest_functions(pool):
 
 
 @pytest.mark.parametrize("test", [
-    Test("pytest", "def test_it(tmp_path):\n    assert True\n"), Test("pytest", "x = 1\n"), Test("assert", "assert f(1) ==\n"), Test("check", "x = 1\n"),
+    Test("pytest", "def test_it(tmp_path):\n    assert True\n"), Test("pytest", "async def test_it():\n    assert True\n"), Test("pytest", "x = 1\n"), Test("assert", "assert f(1) ==\n"), Test("check", "x = 1\n"),
     Test("call", entry_point="f", input="[1", expected="1"), Test("call", entry_point="f", input="1", expected="one")])
 def test_a_broken_test_is_nobodys_failure(pool, test):
     verdict = judge(pool, GOOD, test, TWO[0])
@@ -462,13 +460,14 @@ HOSTILE = {
     "huge message": ("raise ValueError('x' * 10**7)", {"error"}),
     "endless message": ("class E(Exception):\n    def __str__(self):\n        while True: pass\nraise E", {"timeout"}),
 }
+NEED_NAMESPACES = {"named memory", "forks sleepers", "leaves a daemon"}  # else it stays; else a fork bomb beside leaves them no processes
 SLOW_ONES = {"sleeps", "swallows signals", "stops itself", "endless message", "loops", "loops in C", "backtracks", "computes for ever", "forks for ever",
              "starts threads for ever"}
 
 
 def test_hostile_programs(each_pool):
     before = footprint()
-    names = [name for name in HOSTILE if name != "named memory" or has_namespaces(each_pool)]  # it would stay: see the docstring
+    names = [name for name in HOSTILE if name not in NEED_NAMESPACES or has_namespaces(each_pool)]
     verdicts = dict(zip(names, each_pool.run([(HOSTILE[name][0], TWO) for name in names])))
     wrong = {name: verdict.status for name, verdict in verdicts.items() if not set(verdict.status) <= HOSTILE[name][1]}
     assert not wrong
@@ -497,6 +496,13 @@ def descendants(pid):
         found += (new := children.get(todo.pop(), []))
         todo += new
     return sorted(found)
+
+
+def test_orphans_are_killed(each_pool):
+    before = footprint()
+    code = HOSTILE["leaves a daemon"][0]
+    assert [v.reward for v in each_pool.run([(code, TWO), (HOSTILE["forks sleepers"][0], TWO)] * 3)] == [1.0] * 6
+    assert footprint() == before
 
 
 def test_isolation(pool):
@@ -703,7 +709,7 @@ def mixed_jobs(count, seed=0, without=()):
 def run_mixed(count, namespaces=True):
     with warnings.catch_warnings(), Executor(limits=SHORT, namespaces=namespaces) as executor:
         warnings.simplefilter("ignore")
-        without = [] if has_namespaces(executor) else ["named memory"]
+        without = [] if has_namespaces(executor) else NEED_NAMESPACES
         executor.run([job[:2] for job in mixed_jobs(100, seed=1, without=without)])
         before, memory = footprint(), worker_memory()
         jobs = mixed_jobs(count, without=without)
