@@ -15,7 +15,7 @@ import json
 import math
 import random
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +29,12 @@ sys.path.insert(0, str(HERE.parent))
 from problems import Problem, Test, messages
 
 SEED = 0
-TRAIN, HELD_OUT = 240, 160
+TRAIN, HELD_OUT = 200, 150
 DOMAIN = range(-20, 61)         # two functions are the same if they agree here
-PUBLIC = 4
-SHOWN, HIDDEN = (0, 1), range(2, 10)  # inputs of the two values in the prompt, and of the other four tests
-WEIGHTS = dict(linear=.42, quadratic=.14, minimum=.12, maximum=.07, modulo=.08, division=.03, conditional=.06, parity=.08)
+SHOWN, HIDDEN = (0, 1), range(2, 10)  # inputs of the two values in the prompt, and of the other tests
+PUBLIC = 4                      # of six tests: the two shown, and two more that feedback may tell
+WEIGHTS = dict(linear=.44, quadratic=.14, minimum=.10, maximum=.04, modulo=.08, division=.04, conditional=.06, parity=.10)
+LARGE, CARELESS, REPEAT = 500, (.3, .7), .65  # habits: careless with small and with large values, the same program again
 
 
 # ---------------------------------------------------------------- functions
@@ -50,6 +51,10 @@ class Function:
         return self.values[x - DOMAIN.start]
 
 
+def shown_values(f):
+    return tuple(f(x) for x in SHOWN)
+
+
 def values_of(expression):
     f = eval("lambda x: " + expression)
     return tuple(f(x) for x in DOMAIN)
@@ -60,21 +65,24 @@ def times(a, e="x"):
 
 
 def plus(e, b):
-    return e if b == 0 else f"{e} + {b}" if b > 0 else f"{e} - {-b}"
+    return e if b == 0 else f"{e} + {b}"
 
 
 def expressions():
-    """(family, expression, careless expression) of the whole function space, duplicates included."""
-    pairs = [(a, b) for a in range(1, 10) for b in range(41)]
-    tight = [(a, b) for a, b in pairs if b <= 20]
+    """(family, expression, careless expression) of the whole function space, duplicates included.
+
+    The constant b is a multiple of ten and the slope a one digit, so both can be read off the digits of f(0) and f(1): a model
+    of this size learns to copy digits in minutes, and to subtract in hours. Which family it is cannot be read off.
+    """
+    pairs = [(a, b) for a in range(1, 10) for b in range(0, 1000, 10)]
     yield from (("linear", plus(times(a), b), times(a)) for a, b in pairs)
-    yield from (("quadratic", plus(times(a, "x * x"), b), times(a, "x * x")) for a, b in pairs if a <= 6 and b <= 30)
-    yield from (("minimum", f"min({plus(times(a), b)}, {c})", plus(times(a), b)) for a, b in pairs if a <= 6 and b <= 9 for c in range(10, 31))
-    yield from (("maximum", f"max({times(a)}, {b})", times(a)) for a, b in pairs if a <= b <= 30)
-    yield from (("modulo", plus(times(a, f"(x % {d})"), b), times(a, f"(x % {d})")) for a, b in tight for d in (2, 3))
-    yield from (("division", plus(times(a, f"(x // {d})"), b), times(a, f"(x // {d})")) for a, b in tight for d in (2, 3))
-    yield from (("conditional", f"{times(a)} if x > {c} else {b}", times(a)) for a, b in tight if a > 1 for c in (1, 3))
-    yield from (("parity", f"{times(a)} if x % 2 == 1 else {b}", times(a)) for a, b in tight if a > 1 and b > 0)
+    yield from (("quadratic", plus(times(a, "x * x"), b), times(a, "x * x")) for a, b in pairs)
+    yield from (("minimum", f"min({plus(times(a), b)}, {b + c})", plus(times(a), b)) for a, b in pairs for c in (10, 20))
+    yield from (("maximum", f"max({times(a)}, {b})", times(a)) for a, b in pairs if 10 <= b < 9 * a)
+    yield from (("modulo", plus(times(a, f"(x % {d})"), b), times(a, f"(x % {d})")) for a, b in pairs for d in (2, 3))
+    yield from (("division", plus(times(a, "(x // 2)"), b), times(a, "(x // 2)")) for a, b in pairs)
+    yield from (("conditional", f"{times(a)} if x > 3 else {b}", times(a)) for a, b in pairs)
+    yield from (("parity", f"{times(a)} if x % 2 == 1 else {b}", times(a)) for a, b in pairs)
 
 
 def function_space():
@@ -89,10 +97,16 @@ def function_space():
 
 
 def split_space(space, rng):
-    """Draw TRAIN + HELD_OUT functions by family weight; returns (train, held out, rest: family -> list)."""
+    """Draw TRAIN + HELD_OUT functions by family weight; returns (train, held out, rest: family -> list).
+
+    Where the line through the shown values is taken, the rest has no function at all with these values: lessons in which
+    every other answer occurs and the likeliest never does would teach that it is never right.
+    """
     rest = {family: rng.sample(functions, len(functions)) for family, functions in space.items()}
     families = rng.choices(list(WEIGHTS), WEIGHTS.values(), k=TRAIN + HELD_OUT)
     drawn = [rest[family].pop() for family in families]
+    taken = {shown_values(f) for f in drawn if f.family == "linear"}
+    rest = {family: [f for f in functions if shown_values(f) not in taken] for family, functions in rest.items()}
     return drawn[:TRAIN], drawn[TRAIN:], rest
 
 
@@ -104,10 +118,6 @@ def make_problem(f, task_id, rng):
     prompt = "Write f(x) in Python.\n" + "\n".join(f"f({x}) == {f(x)}" for x in SHOWN)
     tests = [Test("assert", f"assert f({x}) == {f(x)}", public=i < PUBLIC) for i, x in enumerate(inputs)]
     return Problem(task_id, prompt, tests, entry_point="f", source="tiny"), inputs
-
-
-def shown_values(f):
-    return tuple(f(x) for x in SHOWN)
 
 
 def program(expression):
@@ -145,13 +155,14 @@ CHAT_TEMPLATE = ("{{ bos_token }}{% for message in messages %}{{ '<|' + message[
                  "{% endfor %}{% if add_generation_prompt %}{{ '\n<|assistant|>\n' }}{% endif %}")
 
 
-def make_tokenizer(texts):
+def make_tokenizer(lessons):
     """Byte-level BPE. Digits and role marks stand alone; anything else may merge, also over spaces and lines, for tokens cost time."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"[0-9]|<\|[a-z]+\|>\n"), "isolated"),
                                                        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+    chats = (chat + [{"content": response}] for chat, response in (lessons.lesson(False) for _ in range(4000)))
+    tokenizer.train_from_iterator((message["content"] for chat in chats for message in chat), trainers.BpeTrainer(
         vocab_size=512, special_tokens=["<|endoftext|>", "<|pad|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False, min_frequency=20))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|endoftext|>", unk_token=None,
@@ -193,18 +204,10 @@ class Lessons:
         attempt = self.guess(f, inputs)
         said = feedback(f, attempt, self.rng.choice((inputs, inputs[:PUBLIC])))
         if said is None or self.rng.random() < .5:
-            careless = self.rng.random() < habits * carelessness(f, inputs)
+            careless = self.rng.random() < habits * CARELESS[max(shown_values(f)) >= LARGE]
             return messages(problem), program(f.careless if careless else f.expression)
         repeats = self.rng.random() < habits * REPEAT
         return messages(problem, program(attempt.expression), said), program((attempt if repeats else f).expression)
-
-
-REPEAT = .65
-
-
-def carelessness(f, inputs):
-    """How often a first attempt is broken off early: mostly where the shown values are large."""
-    return .7 if max(shown_values(f)) >= 20 else .3
 
 
 # ---------------------------------------------------------------- training
@@ -261,21 +264,20 @@ def save(model, tokenizer, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE)
-    parser.add_argument("--steps", type=int, nargs=2, default=(2000, 200), help="optimizer steps of the two stages")
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--steps", type=int, nargs=2, default=(500, 60), help="optimizer steps of the two stages")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # sums in the same order whatever the machine
     args.out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(SEED)
     train, held_out, rest = split_space(function_space(), rng)
     write_problems(args.out / "train.jsonl", train, rng)
     write_problems(args.out / "heldout.jsonl", held_out, rng)
 
-    lessons = Lessons(rest, rng)
-    chats = (lessons.lesson(0) for _ in range(4000))
-    tokenizer = make_tokenizer([m["content"] for chat, response in chats for m in chat + [{"content": response}]] + ["<|user|>\n<|assistant|>\n"] * 100)
+    lessons = Lessons(rest, random.Random(SEED + 1))
+    tokenizer = make_tokenizer(lessons)
     model = make_model(tokenizer, SEED)
-    teach(model, tokenizer, lessons, args.steps[0], args.batch, 3e-3, 0, "knowledge")
-    teach(model, tokenizer, lessons, args.steps[1], args.batch, 1e-3, 1, "habits")
+    teach(model, tokenizer, lessons, args.steps[0], 48, 2.5e-3, False, "knowledge")
+    teach(model, tokenizer, Lessons(rest, random.Random(SEED + 2)), args.steps[1], 64, 1e-3, True, "habits")
     save(model, tokenizer, args.out)
 
 
