@@ -38,7 +38,7 @@ from problems import BadInput, load_problems
 from rollout import Sampling, evaluate, prefix_of, prefix_room
 
 TINY = Path(__file__).resolve().parent / "tiny"
-EMBEDDED = dict(learning_rate=5e-4, beta=0.0, steps=80, max_new_tokens=48, prompts_per_step=8)  # defaults with tiny/
+EMBEDDED = dict(learning_rate=5e-4, beta=0.0, steps=30, max_new_tokens=48, prompts_per_step=8)  # defaults with tiny/
 
 
 # ---------------------------------------------------------------- command line
