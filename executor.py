@@ -5,20 +5,23 @@
     verdict.reward, verdict.status, verdict.feedback()
 
 A worker is an interpreter started once (by exec: nothing of CUDA or of the trainer's memory is inherited); it forks a child
-per job. The caller's process is the judge. Of an assert like `f(3) == 7` the child gets only `f(3)`, and sends back plain data;
-7 and the comparison stay with the judge, so there is nothing in the program's process to find, patch or forge.
+per job. The caller's process is the judge. Of an assert like `f(3) == 7` the child gets only `f(3)`, and sends back plain
+data; 7 and the comparison stay with the judge, so there is nothing in the program's process to find, patch or forge.
 
-What it stops, where the kernel allows user namespaces (else a warning says so once): changing any file, seeing the trainer's
-processes, the network, System V memory; and everywhere: outliving the job, more than `Limits` of CPU, wall time, memory,
-output, files and processes, leaving anything behind, passing by exit, by noise on any descriptor, by objects that equal everything.
-What it cannot stop: reading files that the trainer may read; up to `processes` times `memory` in use at once; bugs of the kernel;
-and a program written against this file, where a test is not of the form above (a loop, a computed expectation, pytest.raises):
-there the program shares a process with the test, and could send the test's proof of completion itself. Without namespaces it can also
-change the trainer's files, open connections and signal processes of the same user. For programs that are hostile rather than merely
-wrong, run the whole trainer in something stronger: `docker run --network none --read-only --tmpfs /tmp --pids-limit 4096 ...`, with
-`--runtime runsc` for gVisor, or on a virtual machine of its own.
+What it stops: outliving the job; more than `Limits` of CPU, wall time, memory, output, files and processes; leaving anything
+behind; passing by exit, by noise on any descriptor, by objects that call themselves equal to everything. Where the kernel
+allows user namespaces also: changing any file, seeing the trainer's processes, the network, others' shared memory. Where it
+does not, a warning says so, and a program can open connections and leave named shared memory; it runs as nobody if the
+trainer is root, else as the trainer's user, whose files and processes it can then reach.
 
-Leaves out: pytest fixtures and plugins, languages other than Python, special judges (several right answers).
+What it cannot stop: reading files that the trainer can read; using `processes` times `memory` at once, and memory files
+beside; bugs of the kernel. Objects that are not plain data equal no literal. And where a test is not of the form above (a
+loop, a computed expectation, pytest.raises) the program shares a process with the test: blind tampering earns nothing, but a
+program written against this file could read expectations from memory, or send the proof that the test came to its end.
+If programs are hostile rather than merely wrong, run the whole trainer in something stronger, such as a virtual machine, or
+    docker run --network none --read-only --tmpfs /tmp --pids-limit 4096 --memory 32g --runtime runsc ...   # runsc: gVisor
+
+Leaves out: fixtures and plugins of pytest, languages other than Python, several right answers to one input.
 """
 import ast
 import atexit
@@ -56,12 +59,12 @@ MIB = 2**20
 class Limits:
     """What one job (a program with all its tests) may use."""
     cpu_seconds: float = 10      # of CPU
-    wall_seconds: float = 20     # asleep or waiting; a second of CPU used extends it by 3, so that a crowded machine changes no verdict
+    wall_seconds: float = 20     # and 3 more for each second of CPU used, so that a crowded machine changes no verdict
     memory: int = 1024 * MIB     # bytes of address space, per process
     output: int = 16 * MIB       # bytes written to stdout and stderr, per test
     files: int = 64 * MIB        # bytes in the working folder
     open_files: int = 256
-    processes: int = 64          # with threads; without namespaces, of all jobs together, and 512 more if they run as the trainer's user
+    processes: int = 64          # with threads; without namespaces see become_child()
 
 
 # ---------------------------------------------------------------- verdicts
@@ -189,7 +192,8 @@ def encode_items(name, iterate):
 ENCODERS = {
     int: encode_int, float: lambda v, d: float.__add__(v, 0.0), str: lambda v, d: str.__str__(v),
     complex: lambda v, d: ["complex", v.real, v.imag], (bytes, bytearray): lambda v, d: ["bytes", bytes(v).hex()],
-    Decimal: lambda v, d: ["decimal", Decimal.__str__(v)], Fraction: lambda v, d: ["fraction", *map(hex, Fraction.as_integer_ratio(v))],
+    Decimal: lambda v, d: ["decimal", Decimal.__str__(v)],
+    Fraction: lambda v, d: ["fraction", *map(hex, Fraction.as_integer_ratio(v))],
     list: encode_items("list", list.__iter__), tuple: encode_items("tuple", tuple.__iter__),
     set: encode_items("set", set.__iter__), frozenset: encode_items("set", frozenset.__iter__),
     type({}.keys()): encode_items("set", iter), type({}.items()): encode_items("set", iter),
@@ -198,7 +202,7 @@ ENCODERS = {
 
 
 def decode(data):
-    """The value that encode() was given; hostile data raise ValueError, TypeError or RecursionError, and cost no more than their size."""
+    """The value that encode() was given. Hostile data raise an error of those that result_of() expects, and cost little."""
     if not isinstance(data, list):
         return data
     name, *items = data
@@ -216,8 +220,11 @@ def decode(data):
     return DECODERS[name](*items)
 
 
-DECODERS = {"complex": complex, "bytes": bytes.fromhex, "decimal": Decimal, "other": Other,
-            "fraction": lambda *pair: Fraction(*(int(n, 16) for n in pair)) if len(pair[0] + pair[1]) < 10_000 else Other("<a long fraction>")}
+def decode_fraction(above, below):
+    return Fraction(int(above, 16), int(below, 16)) if len(above + below) < 10_000 else Other("<a long fraction>")
+
+
+DECODERS = {"complex": complex, "bytes": bytes.fromhex, "decimal": Decimal, "fraction": decode_fraction, "other": Other}
 
 
 def clean_text(text):
@@ -241,7 +248,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Plan:
-    """A test taken apart: `code` (marshalled, base64) and `names` of test functions for the child, `sites` in order for the judge."""
+    """A test taken apart: `code` (marshalled, base64) and `names` of test functions for the child, `sites` for the judge."""
     code: str = ""
     names: tuple = ()
     sites: tuple = ()
@@ -289,9 +296,15 @@ def fixtures(function):
     """Names of the arguments of a test function that no parametrize fills."""
     if isinstance(function, ast.ClassDef):
         return []
-    given = [ast.literal_eval(d.args[0]) for d in function.decorator_list if isinstance(d, ast.Call) and ast.unparse(d.func).endswith("parametrize")]
-    given = [name.strip() for names in given for name in (names.split(",") if isinstance(names, str) else names)]
-    return [a.arg for a in function.args.args[:len(function.args.args) - len(function.args.defaults)] if a.arg not in given]
+    marks = [d for d in function.decorator_list if isinstance(d, ast.Call) and ast.unparse(d.func).endswith("parametrize")]
+    given = {name for mark in marks for name in split_names(ast.literal_eval(mark.args[0]))}
+    required = function.args.args[:len(function.args.args) - len(function.args.defaults)]
+    return [a.arg for a in required if a.arg not in given]
+
+
+def split_names(names):
+    """The argument names of a parametrize: "x, y", or a list or tuple of names."""
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
 
 def split_assert(node, source, sites):
@@ -333,9 +346,10 @@ def peel(node):
         return around([node.left, node.right], lambda p: ast.BinOp(p[0], node.op, p[1]))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return around([node.operand], lambda p: ast.UnaryOp(node.op, p[0]))
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in JUDGE_CALLS and all(k.arg and is_literal(k.value) for k in node.keywords):
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in JUDGE_CALLS:
         name = ast.Name(ast.unparse(node.func).rpartition(".")[2], ast.Load())
-        return around(node.args, lambda p: ast.Call(name, p, node.keywords))
+        if all(k.arg and is_literal(k.value) for k in node.keywords):
+            return around(node.args, lambda p: ast.Call(name, p, node.keywords))
     return node, ast.Name("value", ast.Load())
 
 
@@ -408,8 +422,9 @@ class Worker:
         self.messages, self.greeted = self.socket.makefile("rwb"), False
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-s", "-B", "-X", "utf8", os.path.abspath(__file__), str(theirs.fileno()), self.mode], env=environment(),
-                cwd="/", pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+                [sys.executable, "-s", "-B", "-X", "utf8", os.path.abspath(__file__), str(theirs.fileno()), self.mode],
+                env=environment(), cwd="/", pass_fds=[theirs.fileno()], start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
     def ask(self, request):
         """The answer (dict) to a request (dict). Raises WorkerDied if none comes."""
@@ -445,9 +460,10 @@ class Worker:
 
 def environment():
     """What a worker and its programs see of ours: nothing but what Python may need to start."""
-    needed = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHOME") if name in os.environ}
+    needed = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHOME", "TMPDIR") if name in os.environ}
     threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
-    return needed | threads | {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
+    return needed | threads | {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/", "LANG": "C.UTF-8", "CUDA_VISIBLE_DEVICES": "",
+                               "PYTHONHASHSEED": "0"}  # sets have one order
 
 
 def send(messages, message):
@@ -463,9 +479,9 @@ def receive(messages):
 
 
 class Executor:
-    """Runs jobs on `workers` processes (default: one per core that this process may use). A context manager; usable from any thread.
+    """Runs jobs on `workers` processes (default: one per core that this process may use). A context manager, for any thread.
 
-    namespaces=False does without them where the kernel has them, as elsewhere.
+    namespaces=False does without them also where the kernel has them.
     """
     def __init__(self, workers=None, limits=Limits(), namespaces=True):
         count = workers or len(os.sched_getaffinity(0))
@@ -524,7 +540,8 @@ def run_job(ask, code, tests, limits):
     cpu, idle = limits.cpu_seconds, limits.wall_seconds
     while None in results:
         batch = next_batch(tests, results)
-        answer = ask({"program": code, "limits": asdict(limits) | {"cpu_seconds": cpu, "wall_seconds": idle}, "tests": [
+        left = asdict(limits) | {"cpu_seconds": cpu, "wall_seconds": idle}
+        answer = ask({"program": code, "limits": left, "tests": [
             {"kind": tests[i].kind, "code": plans[i].code, "names": plans[i].names, "entry_point": tests[i].entry_point,
              "input": tests[i].input} for i in batch]})
         if answer["end"] == "infra":
@@ -565,7 +582,7 @@ def results_of(answer, code, pairs, limits):
 
 
 def read_events(records, count):
-    """The records of a child (a line of JSON each, or noise of the program) as a list per test, and whether the program was loaded."""
+    """A child's records (a line of JSON each, or noise of the program) as a list per test, and whether the program was loaded."""
     events, loaded = [[] for _ in range(count)], False
     for line in records.split("\n"):
         try:
@@ -607,12 +624,12 @@ def result_of(test, plan, events, proof, code):
 def failure(test, plan, reached, data, code):
     """The Result of a test that ended by an exception: see explain() for data."""
     status, message, lines = str(data["status"]), clean_text(str(data["message"])), code.split("\n")
-    frames = [f"  line {line}, in {shorten(clean_text(str(name)), 60)}: {lines[line - 1].strip()}" for line, name in data["frames"]
-              if 0 < line <= len(lines)]
-    if status == "failed" and data["unequal"]:
+    frames = [f"  line {line}, in {shorten(clean_text(str(name)), 60)}: {lines[line - 1].strip()}"
+              for line, name in data["frames"] if 0 < line <= len(lines)]
+    where = "" if status == "syntax" else test_line(test, data["line"]) or where_of(test, plan, reached)
+    if status == "failed" and data["unequal"] and "==" in where:
         actual, expected = map(decode, data["unequal"])
         message = f"expected {expected!r}, got {actual!r}"
-    where = "" if status == "syntax" else test_line(test, data["line"]) or where_of(test, plan, reached)
     return Result(status if status in ("failed", "error", "memory", "exit", "syntax") else "error", where, (*frames, message))
 
 
@@ -620,8 +637,10 @@ def test_line(test, number):
     """The statement at a line of a test's code; the line alone, if it begins a block."""
     if test.kind in ("stdin", "call") or not number:
         return ""
-    simple = [n for n in ast.walk(ast.parse(test.code)) if isinstance(n, ast.stmt) and not hasattr(n, "body") and n.lineno <= number <= n.end_lineno]
-    return ast.get_source_segment(test.code, simple[0]) if simple else "".join(test.code.splitlines()[number - 1:number]).strip()
+    for node in ast.walk(ast.parse(test.code)):
+        if isinstance(node, ast.stmt) and not hasattr(node, "body") and node.lineno <= number <= node.end_lineno:
+            return ast.get_source_segment(test.code, node)
+    return "".join(test.code.split("\n")[number - 1:number]).strip()
 
 
 def where_of(test, plan, reached):
@@ -632,7 +651,8 @@ def where_of(test, plan, reached):
 
 
 def stdin_text(test, output):
-    return tuple(f"{name}:\n{text.strip()}" for name, text in (("input", test.input), ("expected output", test.expected), ("your output", output)))
+    texts = {"input": test.input, "expected output": test.expected, "your output": output}
+    return tuple(f"{name}:\n{text.strip()}" for name, text in texts.items())
 
 
 def how_it_ended(answer, limits, where=""):
@@ -651,13 +671,14 @@ def how_it_ended(answer, limits, where=""):
 # ---------------------------------------------------------------- the worker: forks a child per request
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-SUBREAPER, PDEATHSIG, KEEPCAPS, NO_NEW_PRIVS = 36, 1, 8, 38     # prctl(2)
-NEW_NAMESPACES = 0x10000000 | 0x20000 | 0x20000000 | 0x40000000 | 0x8000000  # unshare(2): user, mount, PID, network, IPC
+SUBREAPER, PDEATHSIG, KEEPCAPS, NO_NEW_PRIVS = 36, 1, 8, 38       # prctl(2)
+NEW_NAMESPACES = 0x10000000 + 0x20000 + 0x20000000 + 0x40000000 + 0x8000000  # unshare(2): user, mount, PID, network, IPC
 NOBODY = 65534
-SHM = "/dev/shm"                                                # in namespaces: a file system of the job's own, and its folder
-HEADER = "\n".join([f"from {name} import *\nimport {name}" for name in (
-    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json typing".split())]
-    + ["from builtins import *"])                               # LiveCodeBench's; last, so that pow and open are the built-in ones
+SHM = "/dev/shm"                                                  # in namespaces: a file system of the job's own, and its folder
+SPARE = 16 * MIB                                                  # of memory, to report that there is no more
+HEADER = "\n".join([f"from {name} import *\nimport {name}" for name in (  # as LiveCodeBench does
+    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json typing".split()
+)] + ["from builtins import *"])                                  # so that pow and open are the built-in ones
 WARM = "numpy", "scipy", "pandas", "sympy", "networkx", "pytest"  # imported by the worker once a job names them
 
 
@@ -735,25 +756,25 @@ def isolate(control):
         os._exit(0)
     LIBC.prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
-        check(LIBC.mount(b"proc", b"/proc", b"proc", 0, None))
+        must(LIBC.mount(b"proc", b"/proc", b"proc", 0, None))
         with open("/proc/sys/user/max_user_namespaces", "w") as file:
             file.write("0")  # no further ones: they would offer the program more of the kernel
     except OSError:  # parts of /proc are masked, as in containers: no /proc then
-        check(LIBC.mount(b"tmpfs", b"/proc", b"tmpfs", 1, None))
+        must(LIBC.mount(b"tmpfs", b"/proc", b"tmpfs", 1, None))
     return ""
 
 
 def do_without(reason):
     """Adopts orphans, which an init does anyway; returns the warning."""
     LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
-    return (f"executor: no user namespaces ({reason}), so programs can reach the network, and files and processes of their user; "
-            "run in a container, see executor.py")
+    return (f"executor: no user namespaces ({reason}), so programs can reach the network, and files and processes of their user;"
+            " run in a container, see executor.py")
 
 
 def enter_namespaces():
     """New namespaces with read-only files, where we are user 0; outside we are the same user, or if that was root, nobody.
 
-    Not staying root makes the limit on processes count; CAP_DAC_READ_SEARCH over root's files, mapped as user 1, lets Python be read.
+    Root would be exempt from the limit on processes. As its files belong to user 1 here, our capabilities still let us read them.
     """
     uid, gid, (go, ready) = os.geteuid(), os.getegid(), os.pipe()
     helper = os.fork()  # only a process outside may map a user that is not its own
@@ -772,9 +793,10 @@ def enter_namespaces():
     if failed:
         raise OSError(failed, os.strerror(failed))
     become(0)
-    check(LIBC.mount(None, b"/", None, 0x44000, None))  # MS_REC | MS_PRIVATE
-    LIBC.syscall(442, -100, b"/", 0x8000, (ctypes.c_uint64 * 4)(1), ctypes.c_size_t(32))  # mount_setattr: read-only, all below; Linux 5.12
-    check(LIBC.mount(b"tmpfs", SHM.encode(), b"tmpfs", 0, None))
+    must(LIBC.mount(None, b"/", None, 0x44000, None))  # MS_REC | MS_PRIVATE
+    read_only = (ctypes.c_uint64 * 4)(1)
+    LIBC.syscall(442, -100, b"/", 0x8000, read_only, ctypes.c_size_t(32))  # mount_setattr(2), all below; from Linux 5.12 on
+    must(LIBC.mount(b"tmpfs", SHM.encode(), b"tmpfs", 0, None))
 
 
 def map_ids(process, uid, gid):
@@ -803,7 +825,7 @@ def become(user):
     os.setresuid(user, user, user)
 
 
-def check(failed):
+def must(failed):
     if failed:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
@@ -811,7 +833,8 @@ def check(failed):
 def serve(request, worker):
     """Runs the program and tests of a request in a child; returns what they sent, and how the child ended."""
     folder = make_folder(request["limits"], worker.isolated)
-    stdin, records, (out_r, out_w), (proofs_r, proofs_w) = os.memfd_create("stdin"), os.memfd_create("records"), os.pipe(), os.pipe()
+    stdin, records = os.memfd_create("stdin"), os.memfd_create("records")
+    (out_r, out_w), (proofs_r, proofs_w) = os.pipe(), os.pipe()
     try:
         if whole := request["tests"][0]["kind"] == "stdin":
             with open(stdin, "wb", closefd=False) as file:
@@ -846,7 +869,8 @@ def serve(request, worker):
 
 def make_folder(limits, isolated):
     if isolated:
-        check(LIBC.mount(b"tmpfs", SHM.encode(), b"tmpfs", 6, f"size={limits['files']},nr_inodes=10000,mode=777".encode()))
+        options = f"size={limits['files']},nr_inodes=10000,mode=777"
+        must(LIBC.mount(b"tmpfs", SHM.encode(), b"tmpfs", 6, options.encode()))  # MS_NOSUID | MS_NODEV
         return SHM
     folder = tempfile.mkdtemp(prefix="executor-")
     os.chmod(folder, 0o777)
@@ -867,8 +891,8 @@ def remove_folder(folder, isolated):
 def watch(pid, limits, worker, out_r, output, keep):
     """Waits until the child ends or breaks a limit, and drains its output, into `output` (bytearray) if `keep`.
 
-    Returns {"end": see how_it_ended, "cpu": seconds, "idle": wall seconds less 3 for each of CPU, "cpu_spent": whether all of it}.
-    For a trivial job it wakes up once: results lie in a memory file, and we hold the pipe's other end, too, so that it never ends.
+    Returns {"end": see how_it_ended, "cpu": seconds, "idle": wall seconds less 3 for each of CPU, "cpu_spent": whether all}.
+    For a trivial job it wakes up once: results lie in a memory file, and we hold the pipe's other end, too: it never ends.
     """
     def drain():
         try:
@@ -903,8 +927,8 @@ def watch(pid, limits, worker, out_r, output, keep):
             idle = max(0.0, time.monotonic() - start - 3 * cpu)
             next_look = time.monotonic() + max(0.01, until_limit())
             code = os.waitstatus_to_exitcode(status)
-            end = f"exit {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-            end = "timeout" if until_limit() <= 0 else end if done else ""
+            how = f"exit {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+            end = "timeout" if until_limit() <= 0 else how if done else ""
         while done and total <= limits["output"] and (more := drain()):  # what was written before the end
             total += more
         end = "output" if total > limits["output"] else end
@@ -962,31 +986,30 @@ def become_child(limits, folder, isolated, stdin, output, keep):
         os.closerange(low, high)
     os.chdir(folder)
     os.environ["TMPDIR"] = folder
-    cpu, memory = max(0, math.ceil(limits["cpu_seconds"])) + 1, limits["memory"]
-    for name, soft, hard in (("AS", memory, memory + SPARE), ("FSIZE", limits["files"], limits["files"]), ("CPU", cpu, cpu), ("CORE", 0, 0),
-                             ("NOFILE", limits["open_files"], limits["open_files"])):
-        limit(name, soft, hard)
+    limit("AS", limits["memory"], limits["memory"] + SPARE)
+    for name, value in (("FSIZE", limits["files"]), ("NOFILE", limits["open_files"]), ("CORE", 0)):
+        limit(name, value)
+    limit("CPU", 2 * max(0, math.ceil(limits["cpu_seconds"])) + 5)  # counts ticks, up to a third too many; the worker is exact
     drop_privileges(isolated)
-    shared = limits["processes"] * (os.cpu_count() or 1) + (0 if os.geteuid() == NOBODY else 512)  # by all workers, and what else the user runs
-    limit("NPROC", *[limits["processes"] + 3 if isolated else shared] * 2)
+    if isolated:
+        limit("NPROC", limits["processes"] + 3)  # two of them are the worker
+    else:  # counted are the jobs of all workers, and whatever else the same user runs
+        limit("NPROC", limits["processes"] * (os.cpu_count() or 1) + (0 if os.geteuid() == NOBODY else 512))
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = open(number, "w" if number else "r", encoding="utf-8", errors="surrogateescape", closefd=False)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
 
-SPARE = 16 * MIB  # of memory, to report that there is no more
-
-
-def limit(name, soft, hard):
+def limit(name, soft, hard=None):
+    """Sets a resource limit, or the highest one allowed."""
     kind = getattr(resource, f"RLIMIT_{name}")
     top = resource.getrlimit(kind)[1]
-    soft, hard = (value if top == resource.RLIM_INFINITY else min(value, top) for value in (soft, hard))
-    resource.setrlimit(kind, (soft, hard))
+    resource.setrlimit(kind, [value if top == resource.RLIM_INFINITY else min(value, top) for value in (soft, hard or soft)])
 
 
 def drop_privileges(isolated):
-    """Root outside namespaces becomes nobody; of root's capabilities, reading is all that is left, as Python may lie in a closed folder."""
+    """Root outside namespaces becomes nobody. Of root's capabilities, reading is left: Python may lie in a closed folder."""
     if not isolated and os.geteuid() == 0:
         LIBC.prctl(KEEPCAPS, 1, 0, 0, 0)
         try:
@@ -1013,7 +1036,8 @@ def run_program(request, header, records, proofs):
     module = types.ModuleType("__main__" if "stdin" in kinds else "solution")
     sys.modules["__main__"] = sys.modules[module.__name__] = module
     if kinds & {"stdin", "call"}:
-        vars(module).update(header, __name__=module.__name__, __builtins__=builtins, stdin=sys.stdin, stdout=sys.stdout, stderr=sys.stderr)
+        streams = {name: getattr(sys, name) for name in ("stdin", "stdout", "stderr")}  # not those that the worker imported
+        vars(module).update(header, __name__=module.__name__, __builtins__=builtins, **streams)
         sys.setrecursionlimit(50_000)
     try:
         code = None
@@ -1074,7 +1098,7 @@ class TestRun:
         UNEQUAL.clear()
         entry = test["entry_point"]
         if test["kind"] == "call":
-            function = getattr(space["Solution"](), entry) if "Solution" in space else space[entry]
+            function = getattr(space["Solution"](), entry) if hasattr(space.get("Solution"), entry) else space[entry]
             self.report(0, function(*(json.loads(line) for line in test["input"].split("\n") if line.strip())))
             return
         if test["kind"] == "pytest":
@@ -1099,9 +1123,8 @@ def run_pytest(thing):
     calls = [{}]
     for mark in getattr(thing, "pytestmark", []):
         if mark.name == "parametrize":
-            names, rows = mark.args[:2]
-            names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-            rows = [getattr(row, "values", row) if type(row).__name__ == "ParameterSet" else row if len(names) > 1 else [row] for row in rows]
+            names, rows = split_names(mark.args[0]), mark.args[1]
+            rows = [row.values if type(row).__name__ == "ParameterSet" else row if len(names) > 1 else [row] for row in rows]
             calls = [arguments | dict(zip(names, row)) for arguments in calls for row in rows]
     for arguments in calls:
         thing(**arguments)
@@ -1132,9 +1155,9 @@ def foreign(value):
 
 
 def explain(error, at_compile=False):
-    """What to tell of an exception: {"status", "message", "frames": [[line, name] ...] of the program, "line" of the test, "unequal"}."""
+    """What to tell of an exception: status, message, line of the test, frames of the program ([line, name]), unequal values."""
     if isinstance(error, MemoryError):
-        limit("AS", *[resource.getrlimit(resource.RLIMIT_AS)[1]] * 2)
+        limit("AS", resource.getrlimit(resource.RLIMIT_AS)[1])
     places, trace = [], error.__traceback__
     while trace:
         code = trace.tb_frame.f_code
@@ -1147,16 +1170,17 @@ def explain(error, at_compile=False):
     except Exception:
         message = kind
     if at_compile:
-        status, message = "syntax", f"{kind}: {getattr(error, 'msg', error)}" + (f" (line {error.lineno})" if getattr(error, "lineno", 0) else "")
+        line = f" (line {error.lineno})" if getattr(error, "lineno", 0) else ""
+        status, message = "syntax", f"{kind}: {getattr(error, 'msg', error)}{line}"
     elif isinstance(error, MemoryError):
-        status, message = "memory", f"MemoryError: more than {resource.getrlimit(resource.RLIMIT_AS)[1] // MIB - SPARE // MIB} MiB"
+        status, message = "memory", f"MemoryError: more than {(resource.getrlimit(resource.RLIMIT_AS)[1] - SPARE) // MIB} MiB"
     elif isinstance(error, SystemExit):
         status, message = "exit", "the program ended before the test did"
     elif kind in ("AssertionError", "Failed") and in_test and places[-1][0] != "solution.py":
         status = "failed"
-    unequal = [encode(value) for value in UNEQUAL] if kind == "AssertionError" and not str(error) else []
-    return {"status": status, "message": message, "frames": [[line, name] for file, line, name in places if file == "solution.py"][-3:],
-            "line": in_test[0] if in_test else 0, "unequal": unequal}
+    return {"status": status, "message": message, "line": in_test[0] if in_test else 0,
+            "frames": [[line, name] for file, line, name in places if file == "solution.py"][-3:],
+            "unequal": [encode(value) for value in UNEQUAL] if status == "failed" and not str(error) else []}
 
 
 if __name__ == "__main__":
