@@ -8,6 +8,8 @@ anything else: training problems, held-out problems, and the rest, from which al
 Stage 1 teaches knowledge: write a program that fits, and correct one after feedback. Stage 2 teaches the two habits that
 README.md describes: being careless at first, and repeating oneself after feedback.
 
+Takes about 7 minutes on one core that is free (500 + 60 steps at 0.6-0.8 s); one thread, so that sums are taken in one order.
+
 Left out: pre-training on text (the model knows nothing but this family), and any reinforcement learning (that is train.py's).
 """
 import argparse
