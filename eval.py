@@ -151,10 +151,9 @@ def open_folder(settings, out):
 
 def evaluate_model(settings, data, workers, out):
     start = time.perf_counter()
-    skipped = []
-    problems = load_benchmark(settings["benchmark"], data, skipped=skipped, **settings["rows"])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    skipped, device = [], torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, config, path = load_tokenizer(settings["model"])
+    problems = load_benchmark(settings["benchmark"], data, skipped=skipped, **settings["rows"])
     check_prompts(problems, tokenizer, config, Sampling(max_new_tokens=settings["max_new_tokens"]))
     folder = open_folder(settings, out)
     with Executor(workers) as executor:

@@ -322,9 +322,9 @@ def train(argv):
     run, config, resumed = settings_of(argv)
     rank, world, device = start_processes()
     first = rank == 0
+    tokenizer, model_config, path = load_tokenizer(run["model"])
     problems = load_problems(run["dataset"], limit=run["max_problems"], seed=config.seed)
     held_out = load_problems(run["eval_dataset"], limit=run["eval_problems"], split="heldout") if run["eval_dataset"] else []
-    tokenizer, model_config, path = load_tokenizer(run["model"])
     check_prompts(problems + held_out, tokenizer, model_config, config.sampling)
     folder = resumed or from_first(new_folder(run, config) if first else None)
     last = checkpoints(folder)[-1] if checkpoints(folder) else None
