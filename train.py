@@ -346,7 +346,8 @@ def train(argv):
     stop = StopFlag()
     workers = run["workers"] or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
-    with Executor(workers) as executor:
+    with (Executor(workers) as executor,
+          tqdm(total=config.steps, initial=done, disable=not first, desc=config.method, dynamic_ncols=True) as bar):
         def held_out_eval(step):
             if not held_out:
                 return
@@ -357,7 +358,7 @@ def train(argv):
 
         if done == 0:
             held_out_eval(0)
-        bar = tqdm(total=config.steps, initial=done, disable=not first, desc=config.method, dynamic_ncols=True)
+        bar.unpause()  # the pace is that of steps, without the evaluation before them
         bad_steps, warned = 0, set()
         for step in range(done, config.steps):
             for group in optimizer.param_groups:
