@@ -35,7 +35,7 @@ from transformers.utils import logging as hf_logging
 from executor import Executor
 from murphy import MurphyConfig, all_reduce, autocast, murphy_step
 from problems import BadInput, load_problems
-from rollout import Sampling, evaluate, prefix_of, prefix_room
+from rollout import evaluate, prefix_of, prefix_room
 
 TINY = Path(__file__).resolve().parent / "tiny"
 EMBEDDED = dict(learning_rate=5e-4, beta=0.0, steps=30, max_new_tokens=48, prompts_per_step=8)  # defaults with tiny/

@@ -24,13 +24,13 @@ WORK = ("def f(x):\n    return sum(i * i for i in range(200_000)) and x + 1\n", 
 FRESH = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
-import executor
+import sandbox
 request = json.load(sys.stdin)
 reading, writing = os.pipe()
 os.write(writing, b"p" * 32 * len(request["tests"]))
-executor.limit("AS", 2**30, 2**30)
-executor.limit("CPU", 11, 11)
-executor.run_program(request, {}, 1, reading)
+sandbox.limit("AS", 2**30, 2**30)
+sandbox.limit("CPU", 11, 11)
+sandbox.run_program(request, {}, 1, reading)
 """
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 import executor as module
-from executor import MIB, Executor, Limits, Verdict, decode, encode, make_plan, same_output, shorten
+from executor import MIB, Executor, Limits, Verdict
+from judge import decode, encode, make_plan, read_events, result_of, same_output, shorten
 from problems import Test
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -304,9 +305,9 @@ def test_hostile_data_are_no_exception_of_another_kind():
     parts = ['["int", "0x"]', '["int", 3]', '["set", ["list"]]', '["dict", [1]]', "[]", '[["x"]]', '["complex", "a", 2]', '["bytes", "zz"]', "1e999", '["other", [1]]',
              '{"a": 1}', "null", '["what", 1]', '["tuple", ["dict", [["list"], 2]]]', "[" * 5000 + "]" * 5000]
     for text in parts + [f'["list", {rng.choice(parts)}, {rng.choice(parts)}]' for _ in range(200)]:
-        events, _ = module.read_events("\n".join([f'["value", 0, 0, {text}]', f'["fail", 0, {text}]', text, "\x00garbage"]), 1)
+        events, _ = read_events("\n".join([f'["value", 0, 0, {text}]', f'["fail", 0, {text}]', text, "\x00garbage"]), 1)
         test = Test("assert", "assert f(1) == 2")
-        result, _ = module.result_of(test, make_plan(test), events[0], "proof", GOOD)
+        result, _ = result_of(test, make_plan(test), events[0], "proof", GOOD)
         assert result is None or result.status in ("failed", "error")
         str(Verdict([result], [True]).feedback()) if result else None
 

@@ -8,7 +8,7 @@ import torch
 
 from common import random_model, slow_logprobs
 from murphy import (MurphyConfig, assign_credit, kept_nodes, optimise, pack, pack_tree, packed_logprobs, row_loss, sync_and_clip,
-                    token_losses, token_weights, update)
+                    token_losses, token_weights)
 from problems import BadInput, Problem
 from rollout import Group, Node, Tree
 
