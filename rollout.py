@@ -1,7 +1,8 @@
 """Rollout: grow feedback-conditioned trees of programs with Hugging Face `generate`.
 
 A *group* is one prefix (task, or task + attempt + feedback) and the responses sampled from it. Each prefix
-is prefilled once; its KV cache is then expanded to one row per response. Turn by turn, every failing node
+is prefilled once; its KV cache is then expanded to one row per response, grows in place, and loses the rows that have
+finished. Batches are formed under a token budget over all prompts and failing nodes of a turn. Turn by turn, every failing node
 becomes the parent of a new group whose prefix ends with the executor's feedback. Sampled tokens are kept as
 ids and never re-tokenised; a child's prefix is rendered afresh from chat messages.
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicLayer
 
 from problems import FIX_INSTRUCTION, BadInput, Problem, extract_code, messages
 
@@ -103,22 +105,64 @@ def generation_config(sampling, stop, max_new_tokens):
                             eos_token_id=stop, pad_token_id=stop[0])
 
 
-def prefill(model, prefixes, group_size, pad):
+class GrowingLayer(DynamicLayer):
+    """Keys and values of a layer in a buffer with room for `room` more tokens: a new token is written, the old ones are not
+    copied as by concatenation. `keys` and `values`, as everywhere [rows, heads, tokens, head size], are views of the buffer."""
+
+    def __init__(self, room):
+        super().__init__()
+        self.room, self.buffer = room, None  # buffer: [2, rows, heads, tokens + room, head size]
+
+    def update(self, key_states, value_states, *_, **__):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        if self.buffer is None or self.buffer.shape[-2] < end:
+            rows, heads, _, size = key_states.shape
+            self.buffer, seen = key_states.new_empty(2, rows, heads, end + self.room, size), (self.keys, self.values)
+            for buffer, old in zip(self.buffer, seen if start else ()):
+                buffer[:, :, :start] = old
+        for buffer, new in zip(self.buffer, (key_states, value_states)):
+            buffer[:, :, start:end] = new
+        self.keys, self.values = self.buffer[:, :, :, :end]
+        return self.keys, self.values
+
+    def batch_repeat_interleave(self, repeats):
+        super().batch_repeat_interleave(repeats)
+        self.buffer = None
+
+    def batch_select_indices(self, indices):
+        super().batch_select_indices(indices)
+        self.buffer = None
+
+
+def growing_cache(model, room):
+    """An empty KV cache; layers with a sliding window or of other kinds stay as transformers has them."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [GrowingLayer(room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+def prefill(model, prefixes, group_size, pad, room):
     """Run each prefix (all but its last token) once and expand the KV cache to group_size rows a prefix.
 
-    Returns ids [P * G, L] and mask [P * G, L], padded on the left, and the cache of length L - 1.
+    Returns ids [P * G, L] and mask [P * G, L], padded on the left, and the cache of length L - 1, which grows by `room` tokens.
     """
     longest = max(len(p) for p in prefixes)
     rows = [([pad] * (longest - len(p)) + p, [0] * (longest - len(p)) + [1] * len(p)) for p in prefixes]
     ids = torch.tensor([r[0] for r in rows], device=model.device)
     mask = torch.tensor([r[1] for r in rows], device=model.device)
-    cache = DynamicCache(config=model.config)
+    cache = growing_cache(model, room)
     if longest > 1:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions[:, :-1],
               cache=cache, use_cache=True, logits_to_keep=1)
         cache.batch_repeat_interleave(group_size)
     return ids.repeat_interleave(group_size, 0), mask.repeat_interleave(group_size, 0), cache
+
+
+ROOM = 256  # tokens that a cache grows by at once
 
 
 def first_stop(ids, stop):
@@ -132,7 +176,7 @@ def sample_batch(model, prefixes, group_size, sampling, stop):
     Call inside `sampling_mode`. `generate` keeps computing rows that have ended; so it runs in chunks,
     and finished rows leave the batch (and its cache) between two chunks.
     """
-    ids, mask, cache = prefill(model, prefixes, group_size, stop[0])
+    ids, mask, cache = prefill(model, prefixes, group_size, stop[0], min(sampling.max_new_tokens, ROOM))
     responses = [([], True) for _ in range(len(ids))]
     rows, stop_set, left = list(range(len(ids))), set(stop), sampling.max_new_tokens
     while rows and left > 0:
