@@ -1,6 +1,6 @@
 """Sampling a group from its prefix: rollout.sample_batch against plain `generate(num_return_sequences=G)`, on a random model.
 
-    python bench/rollout.py [--rounds 5]
+    python bench/rollout.py [--rounds 3]
 
 skewed: 4 prompts of 256 tokens, G = 8; most responses have 16 to 64 tokens, one in eight has 400. A random model ends nowhere, so a
 hook on the model, the same for both sides, gives its text lengths: the vocabulary falls into 8 classes (id modulo 8), a response stays
@@ -41,7 +41,11 @@ def give_lengths(model, prefix_tokens):
         mine[done == 0] = torch.arange(model.config.vocab_size) != STOP
         ended = (done > 0) & (done >= lengths[last % CLASSES] - 1)
         mine[ended] = torch.arange(model.config.vocab_size) == STOP
-        output.logits[:, -1] = output.logits[:, -1].masked_fill(~mine, -torch.inf)
+        logits = output.logits[:, -1].masked_fill(~mine, -torch.inf)
+        for c in range(CLASSES):  # the first token is of each class with probability 1 / 8
+            first = logits[done == 0, c::CLASSES]
+            logits[done == 0, c::CLASSES] = first - first.logsumexp(-1, keepdim=True)
+        output.logits[:, -1] = logits
     return model.register_forward_hook(hook, with_kwargs=True)
 
 
@@ -80,9 +84,9 @@ def compare(name, model, prefixes, sampling, rounds, size=8):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    rng, model = random.Random(0), random_model()
+    rng, model = random.Random(0), random_model(hidden=384)
     prefix = lambda n: [rng.randrange(3, model.config.vocab_size) for _ in range(n)]
     prompts = [prefix(256) for _ in range(4)]
     with sampling_mode(model):
