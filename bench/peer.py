@@ -26,7 +26,7 @@ from common import random_model, seconds
 import torch
 from datasets import Dataset
 from loss import make_group
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from murphy import MurphyConfig, assign_credit, optimise
@@ -84,7 +84,8 @@ def trainer_of(folder, trees, loss_type, beta, steps, callback):
         output_dir=str(Path(folder) / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", save_strategy="no",
         logging_steps=1, disable_tqdm=True, max_steps=steps, learning_rate=0.0, weight_decay=0.0, max_grad_norm=1e9, seed=0, optim="adamw_torch",
         per_device_train_batch_size=size, gradient_accumulation_steps=len(trees), num_generations=size, max_completion_length=LONGEST,
-        beta=beta, loss_type=loss_type, scale_rewards="group", epsilon=0.2, temperature=1.0, disable_dropout=True, dataloader_pin_memory=False)
+        beta=beta, use_bias_correction_kl=False, loss_type=loss_type, scale_rewards="group", epsilon=0.2, temperature=1.0, disable_dropout=True,
+        dataloader_pin_memory=False)
     return GRPOTrainer(model=folder, args=config, processing_class=AutoTokenizer.from_pretrained(TINY), rollout_func=rollout, callbacks=[callback],
                        reward_funcs=lambda completion_ids, **_: [nodes[tuple(ids)].reward for ids in completion_ids],
                        train_dataset=Dataset.from_list([{"prompt": tree.problem.task_id} for tree in trees] * steps))
@@ -102,7 +103,7 @@ def compare(folder, model, reference, trees, loss_type, beta, rounds):
 
     callback = Alternate(ours)
     trainer = trainer_of(folder, trees, loss_type, beta, rounds + 1, callback)
-    trainer.remove_callback("PrinterCallback")
+    trainer.remove_callback(PrinterCallback)
     if beta:
         trainer.ref_model.load_state_dict(reference.state_dict())
     trainer.train()

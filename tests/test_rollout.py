@@ -1,9 +1,10 @@
 """Sampling from shared prefixes against plain decoding, and the growth of trees. G.. and T.. name public reports."""
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 import rollout
 from common import StubExecutor, StubVerdict, byte_tokenizer, random_model, slow_greedy, slow_logprobs
@@ -49,6 +50,56 @@ def test_greedy_tokens_are_those_of_generate():
     plain = model.generate(ids, do_sample=False, max_new_tokens=20, eos_token_id=STOP, pad_token_id=0)[:, len(PREFIXES[0]):].tolist()
     (group,) = draw(model, PREFIXES[:1], 2, Sampling(temperature=0, max_new_tokens=20, chunk=6))
     assert [ids[:first_stop(row, STOP)] for ids, row in zip([g[0] for g in group], plain)] == [r[:first_stop(r, STOP)] for r in plain]
+
+
+class Steps:
+    """The (rows, tokens, cached tokens) of every forward pass of a model."""
+    def __init__(self, model):
+        self.shapes = []
+        model.register_forward_pre_hook(self.note, with_kwargs=True)
+
+    def note(self, _, __, inputs):
+        self.shapes.append((*inputs["input_ids"].shape, inputs["cache"].get_seq_length()))
+
+
+def test_a_prefix_is_prefilled_once_and_finished_rows_leave_between_chunks():
+    model = random_model()
+    plain = [slow_greedy(model, prefix, 40, STOP) for prefix in PREFIXES]
+    steps = Steps(model)
+    draw(model, PREFIXES, 3, Sampling(temperature=0, max_new_tokens=40, chunk=8))
+    assert steps.shapes[0] == (3, len(PREFIXES[0]) - 1, 0)  # one row a prefix, not one a response
+    rows = [shape[0] for shape in steps.shapes[1:]]
+    assert all(shape[1] == 1 for shape in steps.shapes[1:])
+    going = lambda done: 3 * sum(len(ids) > done or ids[-1] not in STOP for ids in plain)  # responses that a chunk must still see
+    assert rows == [going(8 * (k // 8)) for k in range(len(rows))] and len(set(rows)) > 1
+
+
+@pytest.mark.parametrize("room", [1, 5, 100])
+def test_a_growing_cache_holds_what_a_concatenated_one_does(room):
+    model, ids = random_model(), torch.tensor([PREFIXES[1], PREFIXES[0][:10]])
+    grown, plain, wanted = rollout.growing_cache(model, room), DynamicCache(config=model.config), torch.tensor([3, 0, 2])
+    with torch.no_grad():
+        for start, end in ((0, 4), (4, 5), (5, 6), (6, 10)):
+            for cache in (grown, plain):
+                model(input_ids=ids[:, start:end], cache=cache, use_cache=True)
+        assert [cache.get_seq_length() for cache in (grown, plain)] == [10, 10]
+        for cache in (grown, plain):
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(wanted)
+        outs = [[model(input_ids=torch.tensor([[7], [8], [9]]), cache=cache, use_cache=True).logits for _ in range(7)] for cache in (grown, plain)]
+    assert torch.allclose(torch.stack(outs[0]), torch.stack(outs[1]), atol=1e-5)
+    for a, b in zip(grown.layers, plain.layers):
+        assert a.keys.shape == b.keys.shape == (3, 2, 17, 16) and torch.allclose(a.keys, b.keys, atol=1e-5) and torch.allclose(a.values, b.values, atol=1e-5)
+
+
+def test_a_growing_cache_copies_old_tokens_only_when_its_room_is_used_up():
+    model = random_model()
+    cache, places = rollout.growing_cache(model, room=10), set()
+    with torch.no_grad():
+        for token in range(40):
+            model(input_ids=torch.tensor([[token]]), cache=cache, use_cache=True)
+            places.add(cache.layers[0].buffer.data_ptr())
+    assert len(places) <= 4 and cache.get_seq_length() == 40
 
 
 def test_sampled_frequencies_are_those_of_the_model():
@@ -231,6 +282,40 @@ def test_trees_do_not_depend_on_what_runs_beside_them_when_greedy():
     for a, b, problem in zip(together, tight, problems, strict=True):
         alone = grown(judge, [problem], **greedy)[0][0]
         assert [n.response_ids for n in a.nodes] == [n.response_ids for n in b.nodes] == [n.response_ids for n in alone.nodes]
+
+
+def test_batches_are_formed_over_all_problems_and_failing_nodes_of_a_turn(monkeypatch):
+    """Not per problem: within the budget, one call samples all groups of a turn."""
+    calls, plain = [], rollout.sample_batch
+    monkeypatch.setattr(rollout, "sample_batch", lambda model, prefixes, *rest: calls.append(len(prefixes)) or plain(model, prefixes, *rest))
+    problems = [Problem(f"p{k}", "x" * (1 + k), PROBLEM.tests) for k in range(4)]
+    fails = lambda code, i: StubVerdict([i % 3 == 0])  # two of a group's three
+    grown(fails, problems, turns=2)
+    assert calls == [4, 8]
+    calls.clear()
+    grown(fails, problems, turns=2, sampling=Sampling(max_new_tokens=5, batch_tokens=2 * 3 * 450))
+    assert sum(calls) == 12 and 2 < len(calls) < 12 and max(calls) > 1
+
+
+def test_programs_run_while_the_next_batch_is_sampled(monkeypatch):
+    """The first programs do not end before the second batch has been sampled; without overlap nothing would ever come of it."""
+    second, plain, sampled = threading.Event(), rollout.sample_batch, []
+
+    def sample(*arguments):
+        sampled.append(0)
+        if len(sampled) == 2:
+            second.set()
+        return plain(*arguments)
+
+    class Waiting(StubExecutor):
+        def run(self, jobs):
+            assert second.wait(20), "the second batch waits for the programs of the first"
+            return super().run(jobs)
+    monkeypatch.setattr(rollout, "sample_batch", sample)
+    model, tokenizer = random_model(vocab_size=300, max_position_embeddings=1024), byte_tokenizer()
+    trees = grow_trees(model, tokenizer, [PROBLEM, Problem("p2", "Write another.", PROBLEM.tests)], Waiting(lambda code, i: StubVerdict([True])),
+                       turns=1, group_size=2, sampling=Sampling(max_new_tokens=5, batch_tokens=1))
+    assert len(sampled) == 2 and [tree.rewards for tree in trees] == [[1.0, 1.0]] * 2
 
 
 def test_a_verdict_reaches_the_node_whose_code_was_run():
