@@ -3,10 +3,11 @@
     pip install -r bench/requirements-peer.txt     # TRL, in an environment of its own
     python bench/peer.py [--rounds 3]
 
-Single turn: 4 prompts of 256 tokens, 8 responses of 61 to 128 tokens each. TRL 1.16 gets the tokens through its `rollout_func`, and the rewards
+Single turn: 2 prompts of 256 tokens, 8 responses of 61 to 128 tokens each. TRL 1.16 gets the tokens through its `rollout_func`, and the rewards
 through a reward function that looks them up; both measure all that follows: advantages, padding or packing, the reference's log-probs where
 beta > 0, loss, backward, clipping, AdamW (learning rate 0, so every step is the same step). TRL's settings: fp32, no gradient checkpointing,
-a micro-batch per 8 responses, `scale_rewards="group"` ((reward - mean) / (sample std + 1e-4), as ours), loss types grpo, dapo and dr_grpo. Policy and
+a micro-batch per 8 responses, `scale_rewards="group"` ((reward - mean) / (sample std + 1e-4), as ours), loss types grpo, dapo and dr_grpo,
+`use_bias_correction_kl=False` (its default multiplies the KL by the ratio: the same loss, another gradient; GRPO's paper does not). Policy and
 reference are two different random models, so that the KL term counts.
 Steps of both sides alternate inside TRL's own training loop. The loss must be equal to 1e-4 and the gradients (before clipping) to a relative
 distance of 1e-3, or the bench ends with an error. Last line: one JSON object.
@@ -124,7 +125,7 @@ def main():
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     model, reference = random_model(), random_model(seed=1).requires_grad_(False)
-    trees, results = make_trees(4, 8, model.config.vocab_size), {}
+    trees, results = make_trees(2, 8, model.config.vocab_size), {}
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         for beta in (0.0, 0.04):
