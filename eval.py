@@ -157,7 +157,7 @@ def evaluate_model(settings, data, workers, out):
     check_prompts(problems, tokenizer, config, Sampling(max_new_tokens=settings["max_new_tokens"]))
     folder = open_folder(settings, out)
     with Executor(workers) as executor:
-        records = run_benchmark(load_model(path, device), tokenizer, problems, executor, settings, folder)
+        records = run_benchmark(load_model(path).to(device), tokenizer, problems, executor, settings, folder)
     results = {"settings": settings, "scores": score(records, settings["iterations"], settings["samples"]), "skipped_rows": skipped,
                "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
                "device": str(device), "seconds": round(time.perf_counter() - start, 1)}

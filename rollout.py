@@ -136,7 +136,7 @@ def sample_batch(model, prefixes, group_size, sampling, stop):
     responses = [([], True) for _ in range(len(ids))]
     rows, stop_set, left = list(range(len(ids))), set(stop), sampling.max_new_tokens
     while rows and left > 0:
-        grown = model.generate(ids, attention_mask=mask, cache=cache,
+        grown = model.generate(ids, attention_mask=mask, cache=cache, synced_gpus=False,  # processes take steps of their own
                                generation_config=generation_config(sampling, stop, min(sampling.chunk, left)))
         new = grown[:, ids.shape[1]:].tolist()
         going = []
