@@ -276,8 +276,12 @@ def new_folder(run, config):
     if (folder / "config.json").exists():
         raise BadInput(f"{folder} holds a run already; go on with it by --resume {folder}, or give another --out")
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"run": run, "config": asdict(config)}, indent=1) + "\n")
+    write_beside(folder / "config.json", json.dumps({"run": run, "config": asdict(config)}, indent=1) + "\n")
     return folder
+
+
+def read_log(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def append(path, record):
@@ -384,6 +388,8 @@ def train(argv):
     run, config, resumed = settings_of(argv)
     rank, world, device = start_processes()
     first = rank == 0
+    if run["cpu_offload"] and device.type == "cpu":
+        raise BadInput("--cpu-offload moves shards from GPUs to the host, and there is no GPU here; leave it out")
     tokenizer, model_config, path = load_tokenizer(run["model"])
     problems = load_problems(run["dataset"], limit=run["max_problems"], seed=config.seed)
     held_out = load_problems(run["eval_dataset"], limit=run["eval_problems"], split="heldout") if run["eval_dataset"] else []
@@ -405,21 +411,23 @@ def train(argv):
     if first and resumed:
         for name in ("metrics.jsonl", "trees.jsonl"):
             cut_log(folder / name, done)
+        cut_log(folder / "eval.jsonl", done + 1)  # of the state after that many steps
+    evaluated = set(from_first([r["step"] for r in read_log(folder / "eval.jsonl")]))
     stop = StopFlag()
     workers = run["workers"] or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
     with (Executor(workers) as executor,
           tqdm(total=config.steps, initial=done, disable=not first, desc=config.method, dynamic_ncols=True) as bar):
         def held_out_eval(step):
-            if not held_out:
+            if not held_out or step in evaluated:
                 return
             scores = held_out_scores(model, tokenizer, held_out, executor, run, config, rank, world)
             if first:
                 append(folder / "eval.jsonl", {"step": step, "iter": scores})
                 tqdm.write(f"step {step}: held-out pass@1 " + ", ".join(f"Iter-{k + 1} {s:.1f}" for k, s in enumerate(scores)))
 
-        if done == 0:
-            held_out_eval(0)
+        if done == 0 or run["eval_every"] and done % run["eval_every"] == 0:
+            held_out_eval(done)  # a kill may have come between a checkpoint and its evaluation
         bar.unpause()  # the pace is that of steps, without the evaluation before them
         bad_steps, warned = 0, set()
         for step in range(done, config.steps):
@@ -463,7 +471,7 @@ def draw_curves(folder):
         return print("curves.png was not drawn, because matplotlib is not installed: pip install matplotlib", file=sys.stderr)
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_log(folder / "metrics.jsonl")
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
     for axis, name in zip(axes, ("reward", "solved")):
         for turn in range(1, 10):
@@ -478,8 +486,7 @@ def draw_curves(folder):
 
 def report(folder):
     draw_curves(folder)
-    if (folder / "eval.jsonl").exists():
-        scores = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+    if scores := read_log(folder / "eval.jsonl"):
         print(final_table([("before", scores[0]["iter"]), ("after", scores[-1]["iter"])]))
     print(f"run folder: {folder}")
 
