@@ -358,17 +358,19 @@ def optimise(model, reference, trees, optimizer, config):
     return metrics
 
 
-def murphy_step(model, reference, tokenizer, problems, executor, optimizer, config, seed):
+def murphy_step(model, reference, tokenizer, problems, executor, optimizer, config, seed, bar=None):
     """One step of MURPHY on this process's problems. Returns (trees, metrics); metrics are over all processes.
 
-    seed rules all sampling of the step, so that a resumed run samples what an unbroken one would have.
+    seed rules all sampling of the step, so that a resumed run samples what an unbroken one would have; bar (tqdm) tells what it is at.
     """
     torch.manual_seed(seed)
     seconds, start = {}, time.perf_counter()
     with unsharded(model), autocast(model):
         trees = grow_trees(model, tokenizer, problems, executor, turns=1 if config.method == "grpo" else config.turns,
                            group_size=config.group_size, branch=1 if config.method == "grpo-mt" else None,
-                           sampling=config.sampling, binary_reward=config.reward == "binary", seconds=seconds)
+                           sampling=config.sampling, binary_reward=config.reward == "binary", seconds=seconds, bar=bar)
+    if bar is not None:
+        bar.set_description("optimising")
     for tree in trees:
         assign_credit(tree, config)
     grown = time.perf_counter()

@@ -349,11 +349,11 @@ def checkpoints(folder):
 
 # ---------------------------------------------------------------- evaluation and logs
 
-def held_out_scores(model, tokenizer, problems, executor, run, config, rank, world):
+def held_out_scores(model, tokenizer, problems, executor, run, config, rank, world, bar=None):
     """Iter-1 ... Iter-k pass@1 in percent over all processes, greedy."""
     sampling = replace(config.sampling, temperature=0.0)
     with unsharded(model), autocast(model):
-        _, solved = evaluate(model, tokenizer, problems[rank::world], executor, run["eval_iterations"], sampling)
+        _, solved = evaluate(model, tokenizer, problems[rank::world], executor, run["eval_iterations"], sampling, bar=bar)
     counts = torch.tensor([[float(s) for s in row] for row in solved] or [[0.0] * run["eval_iterations"]], dtype=torch.float64)
     return [round(100 * c / len(problems), 2) for c in all_reduce(counts.sum(0)).tolist()]
 
@@ -421,7 +421,8 @@ def train(argv):
         def held_out_eval(step):
             if not held_out or step in evaluated:
                 return
-            scores = held_out_scores(model, tokenizer, held_out, executor, run, config, rank, world)
+            scores = held_out_scores(model, tokenizer, held_out, executor, run, config, rank, world, bar)
+            bar.set_description("evaluated")
             if first:
                 append(folder / "eval.jsonl", {"step": step, "iter": scores})
                 tqdm.write(f"step {step}: held-out pass@1 " + ", ".join(f"Iter-{k + 1} {s:.1f}" for k, s in enumerate(scores)))
@@ -435,7 +436,8 @@ def train(argv):
                 group["lr"] = config.learning_rate * min(1.0, (step + 1) / max(config.warmup_steps, 1))
             chosen = problems_of_step(len(problems), config.prompts_per_step, step, config.seed)[rank::world]
             trees, metrics = murphy_step(model, reference, tokenizer, [problems[i] for i in chosen], executor, optimizer, config,
-                                         seed=(config.seed << 32) + step * world + rank)
+                                         seed=(config.seed << 32) + step * world + rank, bar=bar)
+            bar.set_description(config.method)
             check_replicas(model)
             bad_steps = bad_steps + 1 if metrics["skipped"] else 0
             if first:
