@@ -211,10 +211,10 @@ def packed_logprobs(model, row, temperature):
         size = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
         parts = list(zip(hidden.split(size), row.targets.split(size)))
         again = torch.is_grad_enabled() and len(parts) > 1
-        scored = [checkpoint(head_logprobs, head, *part, temperature, use_reentrant=False) if again else
-                  head_logprobs(head, *part, temperature) for part in parts]
-    logprobs, entropy = (torch.cat(values) for values in zip(*scored))
-    return logprobs, entropy
+        entropies = [[] for _ in parts]
+        logprobs = [checkpoint(head_logprobs, head, *part, temperature, entropy, use_reentrant=False) if again else
+                    head_logprobs(head, *part, temperature, entropy) for part, entropy in zip(parts, entropies)]
+    return torch.cat(logprobs), torch.cat([entropy for (entropy,) in entropies])
 
 
 def hidden_states(model, row):
@@ -235,14 +235,15 @@ def hidden_states(model, row):
     return hidden, head
 
 
-def head_logprobs(head, hidden, targets, temperature):
-    """packed_logprobs of some positions: hidden [P, H], targets [P] -> two [P] fp32."""
+def head_logprobs(head, hidden, targets, temperature, entropy):
+    """Log-probs [P] fp32 of some positions: hidden [P, H], targets [P]. The first call appends their entropies [P] to the list
+    `entropy`; the second, in the backward pass, has no need of them."""
     logits = head(hidden).float() / (temperature or 1.0)
     normaliser = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
-    with torch.no_grad():
-        entropy = normaliser - (logits.softmax(-1) * logits).sum(-1)
-    return logprobs, entropy
+    if not entropy:
+        with torch.no_grad():
+            entropy.append(normaliser - ((logits - normaliser[:, None]).exp_() * logits).sum(-1))
+    return logits.gather(-1, targets[:, None])[:, 0] - normaliser
 
 
 MAX_LOG_RATIO = 20.0  # exp of it is finite in fp32; clamped before exp, for after it the gradient would be 0 * inf = NaN

@@ -218,7 +218,7 @@ def test_G12_a_flat_group_has_no_policy_loss_but_its_kl_pulls():
 
 def test_G17_G18_temperature_divides_logits_and_zero_scores_at_one():
     logits, target = torch.tensor([[2.0, 0.0]]), torch.tensor([0])
-    at = lambda temperature: head_logprobs(torch.nn.Identity(), logits, target, temperature)[0].item()
+    at = lambda temperature: head_logprobs(torch.nn.Identity(), logits, target, temperature, []).item()
     assert at(0.5) == pytest.approx(-0.01814993, abs=1e-6)
     assert at(0) == at(1.0) == pytest.approx(-0.12692802, abs=1e-6)
 
