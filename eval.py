@@ -30,7 +30,7 @@ import transformers
 from tqdm import tqdm
 
 from benchmarks import BENCHMARKS, load_benchmark
-from executor import Executor
+from executor import Executor, Limits
 from murphy import autocast
 from problems import BadInput
 from rollout import Sampling, chains_of, grow_trees, solved_by_turn
@@ -117,7 +117,8 @@ def run_benchmark(model, tokenizer, problems, executor, settings, folder):
             with autocast(model):
                 trees = grow_trees(model, tokenizer, block, executor, turns=settings["iterations"], group_size=settings["samples"],
                                    branch=1, sampling=sampling, public_feedback=settings["feedback"] == "public",
-                                   reflexion=settings["scaffold"] == "reflexion")
+                                   reflexion=settings["scaffold"] == "reflexion", bar=bar)
+            bar.set_description(settings["benchmark"])
             for tree in trees:
                 done[tree.problem.task_id] = transcript(tree, settings)
                 append(path, done[tree.problem.task_id])
@@ -149,6 +150,11 @@ def open_folder(settings, out):
     return folder
 
 
+def limits_of(benchmark):
+    """LiveCodeBench's own harness gives each test 6 s and stops at the first failure; here all tests of a program share a minute."""
+    return Limits(cpu_seconds=60, wall_seconds=120) if benchmark == "livecodebench" else Limits()
+
+
 def evaluate_model(settings, data, workers, out):
     start = time.perf_counter()
     skipped, device = [], torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -156,8 +162,8 @@ def evaluate_model(settings, data, workers, out):
     problems = load_benchmark(settings["benchmark"], data, skipped=skipped, **settings["rows"])
     check_prompts(problems, tokenizer, config, Sampling(max_new_tokens=settings["max_new_tokens"]))
     folder = open_folder(settings, out)
-    with Executor(workers) as executor:
-        records = run_benchmark(load_model(path, device), tokenizer, problems, executor, settings, folder)
+    with Executor(workers, limits_of(settings["benchmark"])) as executor:
+        records = run_benchmark(load_model(path).to(device), tokenizer, problems, executor, settings, folder)
     results = {"settings": settings, "scores": score(records, settings["iterations"], settings["samples"]), "skipped_rows": skipped,
                "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
                "device": str(device), "seconds": round(time.perf_counter() - start, 1)}

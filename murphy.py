@@ -7,20 +7,23 @@ A packed row holds the prefix of a group once, then its responses; a mask lets e
 itself. One row is one micro-batch: gradients accumulate over rows, and each token carries a weight whose denominator
 is that of the whole step over all rows and processes, so splitting the step differently changes nothing.
 
-Left out: sharded models, schedules other than warm-up, and every trick that is in neither paper.
+Left out: how a model is loaded and sharded (train.py, sharding.py), schedules other than warm-up, and every trick that is in neither paper.
 The method is arXiv 2511.07833 (MURPHY) on arXiv 2402.03300 (GRPO); "our decision" marks what they do not settle.
 """
 import contextlib
 import math
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import credit
 from problems import BadInput
 from rollout import Sampling, grow_trees
+from sharding import device_of, is_sharded, unsharded
 
 
 # ---------------------------------------------------------------- hyperparameters
@@ -193,23 +196,54 @@ def token_weights(rows, responses, tokens, config):
 
 # ---------------------------------------------------------------- log-probs and objective
 
+LOGITS_AT_ONCE = 2**25  # logits (positions x vocabulary) held at a time: 128 MiB in fp32, and a few times that in work
+
+
 def packed_logprobs(model, row, temperature):
     """Log-probs of the response tokens under the sampling distribution, and its entropy (no gradient). Two [R] fp32.
 
-    The logits are divided by the temperature (1 where it is 0: greedy sampling is scored at 1), and the vocabulary
-    projection runs at the response positions alone.
+    The logits are divided by the temperature (1 where it is 0: greedy sampling is scored at 1). The vocabulary projection
+    runs at the response positions alone, in parts of LOGITS_AT_ONCE logits which are computed again in the backward pass:
+    memory does not grow with vocabulary x response tokens.
     """
-    mask = row.mask
+    with autocast(model):
+        hidden, head = hidden_states(model, row)
+        size = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
+        parts = list(zip(hidden.split(size), row.targets.split(size)))
+        again = torch.is_grad_enabled() and len(parts) > 1
+        entropies = [[] for _ in parts]
+        logprobs = [checkpoint(head_logprobs, head, *part, temperature, entropy, use_reentrant=False) if again else
+                    head_logprobs(head, *part, temperature, entropy) for part, entropy in zip(parts, entropies)]
+    return torch.cat(logprobs), torch.cat([entropy for (entropy,) in entropies])
+
+
+def hidden_states(model, row):
+    """Final hidden states [R, H] that predict the response tokens, and the head that makes logits of them.
+
+    The head is set aside for this call rather than the body called alone: a sharded model gathers its weights only when it
+    is called as a whole. train.check_head() refuses a model whose logits are not the head's of these states.
+    """
+    mask, head = row.mask, model.get_output_embeddings()
     if model.config._attn_implementation == "eager":  # eager attention adds the mask to its scores; sdpa takes bools
         mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
-    logits = model(input_ids=row.input_ids, position_ids=row.position_ids, attention_mask=mask, use_cache=False,
-                   logits_to_keep=row.response_index).logits[0].float()
-    logits = logits / (temperature or 1.0)
+    model.set_output_embeddings(torch.nn.Identity())
+    try:
+        hidden = model(input_ids=row.input_ids, position_ids=row.position_ids, attention_mask=mask, use_cache=False,
+                       logits_to_keep=row.response_index).logits[0]
+    finally:
+        model.set_output_embeddings(head)
+    return hidden, head
+
+
+def head_logprobs(head, hidden, targets, temperature, entropy):
+    """Log-probs [P] fp32 of some positions: hidden [P, H], targets [P]. The first call appends their entropies [P] to the list
+    `entropy`; the second, in the backward pass, has no need of them."""
+    logits = head(hidden).float() / (temperature or 1.0)
     normaliser = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, row.targets[:, None])[:, 0] - normaliser
-    with torch.no_grad():
-        entropy = normaliser - (logits.softmax(-1) * logits).sum(-1)
-    return logprobs, entropy
+    if not entropy:
+        with torch.no_grad():
+            entropy.append(normaliser - ((logits - normaliser[:, None]).exp_() * logits).sum(-1))
+    return logits.gather(-1, targets[:, None])[:, 0] - normaliser
 
 
 MAX_LOG_RATIO = 20.0  # exp of it is finite in fp32; clamped before exp, for after it the gradient would be 0 * inf = NaN
@@ -237,17 +271,19 @@ def row_loss(model, row, config):
     new, entropy = packed_logprobs(model, row, config.temperature)
     old = new.detach() if row.old is None else row.old
     loss, k3, clipped = token_losses(new, old, row.ref, row.advantages, config)
-    loss = (loss * row.weights).sum()
-    stats = torch.stack([loss.detach(), (k3.detach() * row.weights).sum(), clipped.float().sum(), entropy.sum(),
-                         torch.tensor(float(len(new)), device=new.device)])
-    return loss, stats, k3.detach().max()
+    loss, real = (loss * row.weights).sum(), (row.weights > 0).float()  # 0: a filler, see fill()
+    stats = torch.stack([loss.detach(), (k3.detach() * row.weights).sum(), (clipped * real).sum(), (entropy * real).sum(), real.sum()])
+    return loss, stats, (k3.detach() * real).max()
 
 
 # ---------------------------------------------------------------- the step
 
-def autocast(model, config_dtype=torch.bfloat16):
-    """bf16 compute on CUDA over fp32 master weights (updates around 1e-6 would round away in bf16); fp32 elsewhere."""
-    return torch.autocast("cuda", config_dtype) if model.device.type == "cuda" else contextlib.nullcontext()
+def autocast(model):
+    """bf16 compute on CUDA over fp32 master weights (updates around 1e-6 would round away in bf16); fp32 elsewhere.
+
+    Never around an optimizer step: autocast keeps its bf16 copies of the weights until its end, and they would be stale.
+    """
+    return torch.autocast("cuda", torch.bfloat16) if device_of(model).type == "cuda" else contextlib.nullcontext()
 
 
 def all_reduce(tensor, op="sum"):
@@ -266,7 +302,7 @@ def score(model, rows, config):
 def update(model, rows, optimizer, config):
     """One optimizer step on all rows of all processes; returns loss, k3, clip share, entropy, grad norm, k3 max."""
     optimizer.zero_grad(set_to_none=True)
-    stats, k3_max = torch.zeros(5, device=model.device), torch.zeros((), device=model.device)
+    stats, k3_max = torch.zeros(5, device=device_of(model)), torch.zeros((), device=device_of(model))
     for row in rows:
         loss, row_stats, row_k3 = row_loss(model, row, config)
         loss.backward()
@@ -283,45 +319,59 @@ def update(model, rows, optimizer, config):
 
 
 def sync_and_clip(model, config):
-    """Sum gradients over processes (denominators are global, so the sum is the gradient), then clip their norm."""
+    """Sum gradients over processes (denominators are global, so the sum is the gradient), then clip their norm.
+
+    The gradients of a sharded model were summed in the backward pass.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if dist.is_initialized():
+    if dist.is_initialized() and not is_sharded(model):
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             dist.all_reduce(p.grad)
-    return torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).item()
+    norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def fill(rows, device):
+    """Add rows of weight 0 until every process has as many: each pass of a sharded model is one of all processes together."""
+    most = int(all_reduce(torch.tensor(float(len(rows)), device=device), "max"))
+    while len(rows) < most:
+        rows.append(replace(pack([0], [[0]], [0.0], device), weights=torch.zeros(1, device=device)))
 
 
 def optimise(model, reference, trees, optimizer, config):
     """Pack trees (with advantages) and take config.updates_per_rollout optimizer steps. Returns metrics of the last."""
-    rows = [row for tree in trees for row in pack_tree(tree, config, model.device)]
+    rows = [row for tree in trees for row in pack_tree(tree, config, device_of(model))]
     kept = kept_nodes(trees)
-    counts = torch.tensor([len(kept), sum(len(n.response_ids) for n in kept)], dtype=torch.float64, device=model.device)
+    counts = torch.tensor([len(kept), sum(len(n.response_ids) for n in kept)], dtype=torch.float64, device=device_of(model))
     responses, tokens = all_reduce(counts).tolist()
     token_weights(rows, responses, tokens, config)
-    with autocast(model):
-        if reference is not None:
-            for row, logprobs in zip(rows, score(reference, rows, config)):
-                row.ref = logprobs
-        if config.updates_per_rollout > 1:
-            for row, logprobs in zip(rows, score(model, rows, config)):
-                row.old = logprobs
-        for _ in range(config.updates_per_rollout):
-            metrics = update(model, rows, optimizer, config)
+    if is_sharded(model):
+        fill(rows, device_of(model))
+    if reference is not None:
+        for row, logprobs in zip(rows, score(reference, rows, config)):
+            row.ref = logprobs
+    if config.updates_per_rollout > 1:
+        for row, logprobs in zip(rows, score(model, rows, config)):
+            row.old = logprobs
+    for _ in range(config.updates_per_rollout):
+        metrics = update(model, rows, optimizer, config)
     return metrics
 
 
-def murphy_step(model, reference, tokenizer, problems, executor, optimizer, config, seed):
+def murphy_step(model, reference, tokenizer, problems, executor, optimizer, config, seed, bar=None):
     """One step of MURPHY on this process's problems. Returns (trees, metrics); metrics are over all processes.
 
-    seed rules all sampling of the step, so that a resumed run samples what an unbroken one would have.
+    seed rules all sampling of the step, so that a resumed run samples what an unbroken one would have; bar (tqdm) tells what it is at.
     """
     torch.manual_seed(seed)
     seconds, start = {}, time.perf_counter()
-    with autocast(model):
+    with unsharded(model), autocast(model):
         trees = grow_trees(model, tokenizer, problems, executor, turns=1 if config.method == "grpo" else config.turns,
                            group_size=config.group_size, branch=1 if config.method == "grpo-mt" else None,
-                           sampling=config.sampling, binary_reward=config.reward == "binary", seconds=seconds)
+                           sampling=config.sampling, binary_reward=config.reward == "binary", seconds=seconds, bar=bar)
+    if bar is not None:
+        bar.set_description("optimising")
     for tree in trees:
         assign_credit(tree, config)
     grown = time.perf_counter()

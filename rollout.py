@@ -170,17 +170,17 @@ def first_stop(ids, stop):
     return next((i + 1 for i, token in enumerate(ids) if token in stop), None)
 
 
-def sample_batch(model, prefixes, group_size, sampling, stop):
+def sample_batch(model, prefixes, group_size, sampling, stop, bar=None):
     """Sample group_size responses for each prefix. Returns, per prefix, a list of (ids, truncated).
 
     Call inside `sampling_mode`. `generate` keeps computing rows that have ended; so it runs in chunks,
-    and finished rows leave the batch (and its cache) between two chunks.
+    and finished rows leave the batch (and its cache) between two chunks. bar (tqdm) tells how far it is.
     """
     ids, mask, cache = prefill(model, prefixes, group_size, stop[0], min(sampling.max_new_tokens, ROOM))
     responses = [([], True) for _ in range(len(ids))]
     rows, stop_set, left = list(range(len(ids))), set(stop), sampling.max_new_tokens
     while rows and left > 0:
-        grown = model.generate(ids, attention_mask=mask, cache=cache,
+        grown = model.generate(ids, attention_mask=mask, cache=cache, synced_gpus=False,  # processes take steps of their own
                                generation_config=generation_config(sampling, stop, min(sampling.chunk, left)))
         new = grown[:, ids.shape[1]:].tolist()
         going = []
@@ -190,6 +190,8 @@ def sample_batch(model, prefixes, group_size, sampling, stop):
             if end is None:
                 going.append(position)
         left -= sampling.chunk
+        if bar is not None:
+            bar.set_description(f"sampling, {len(going)} of {len(responses)} rows still at {sampling.max_new_tokens - max(left, 0)} tokens")
         rows = [rows[position] for position in going]
         if rows and left > 0 and len(going) < len(new):
             index = torch.tensor(going, device=ids.device)
@@ -247,7 +249,7 @@ def prefix_room(model, tokenizer, sampling):
 # ---------------------------------------------------------------- growing
 
 def grow_trees(model, tokenizer, problems, executor, *, turns, group_size, branch=None, sampling=Sampling(),
-               binary_reward=False, public_feedback=False, reflexion=False, seconds=None):
+               binary_reward=False, public_feedback=False, reflexion=False, seconds=None, bar=None):
     """Grow one tree per problem. Source: MURPHY paper, rollout with feedback-conditioned expansion.
 
     Turn 1 samples group_size programs per problem; at each later turn every node whose program failed is
@@ -256,7 +258,7 @@ def grow_trees(model, tokenizer, problems, executor, *, turns, group_size, branc
     share of its tests that pass (with binary_reward: 1 only if all do). With reflexion the model first writes down
     what went wrong, and its children read that too. Programs of a batch run in a
     background thread while the next batch is sampled. `seconds`, if given, is a dict to which the
-    time spent in "sampling", and in waiting for "execution", is added.
+    time spent in "sampling", and in waiting for "execution", is added; `bar` a tqdm whose description tells how far it is.
     Returns: list of Tree, with verdicts and rewards; credits and advantages are None.
     """
     stop, room = stop_ids(model, tokenizer), prefix_room(model, tokenizer, sampling)
@@ -268,7 +270,7 @@ def grow_trees(model, tokenizer, problems, executor, *, turns, group_size, branc
         groups = [open_group(tokenizer, tree, parent, room, public_feedback) for tree, parent in frontier]
         width = group_size if turn == 1 else branch or group_size
         for (tree, _), members in zip(frontier, sample_and_run(
-                model, tokenizer, frontier, groups, executor, width, sampling, stop, verdicts, seconds)):
+                model, tokenizer, frontier, groups, executor, width, sampling, stop, verdicts, seconds, bar)):
             for node in members:
                 node.turn = turn
                 node.reward = reward_of(node.verdict, binary_reward)
@@ -328,7 +330,7 @@ def reflect(model, tokenizer, frontier, room, public_feedback, sampling, stop):
                 tree.nodes[node].reflection = " ".join(tokenizer.decode(ids, skip_special_tokens=True).split())
 
 
-def sample_and_run(model, tokenizer, frontier, groups, executor, width, sampling, stop, verdicts, seconds):
+def sample_and_run(model, tokenizer, frontier, groups, executor, width, sampling, stop, verdicts, seconds, bar):
     """Sample and judge `width` nodes for each (tree, parent) of the frontier. Returns a list of lists of Node.
 
     A program that was run before in this rollout (siblings repeat each other, children their parents) is not run again:
@@ -341,7 +343,7 @@ def sample_and_run(model, tokenizer, frontier, groups, executor, width, sampling
     with ThreadPoolExecutor(1) as pool, sampling_mode(model):
         running = []
         for batch in batches(prefixes, width, sampling):
-            for i, group in zip(batch, sample_batch(model, [prefixes[i] for i in batch], width, sampling, stop)):
+            for i, group in zip(batch, sample_batch(model, [prefixes[i] for i in batch], width, sampling, stop, bar)):
                 tree, parent = frontier[i]
                 nodes[i] = [new_node(tokenizer, tree.problem, parent, groups[i], *response) for response in group]
             jobs = {(id(tests[i]), node.code): (node.code, tests[i]) for i in batch for node in nodes[i]}
@@ -397,11 +399,11 @@ def solved_by_turn(chain, turns, counts=None):
     return [right(chain[min(k, len(chain)) - 1]) for k in range(1, turns + 1)]
 
 
-def evaluate(model, tokenizer, problems, executor, iterations, sampling, public_feedback=True):
+def evaluate(model, tokenizer, problems, executor, iterations, sampling, public_feedback=True, bar=None):
     """One chain of up to `iterations` attempts per problem. Returns (trees, solved): solved[i][k - 1] is Iter-k.
 
     With public_feedback, feedback and the decision to stop follow the public tests alone; all tests decide "solved".
     """
     trees = grow_trees(model, tokenizer, problems, executor, turns=iterations, group_size=1, sampling=sampling,
-                       public_feedback=public_feedback)
+                       public_feedback=public_feedback, bar=bar)
     return trees, [solved_by_turn(chains_of(tree)[0], iterations) for tree in trees]

@@ -8,8 +8,9 @@
 A run folder holds config.json, metrics.jsonl (a line a step), trees.jsonl (whole trees of a few prompts a step), eval.jsonl,
 curves.png, and checkpoints/step-N (Hugging Face format in fp32, with optimizer.pt beside it).
 
-What it simplifies: every process holds the whole model in fp32 with its Adam state (16 bytes a parameter, and 4 more for
-the reference model where beta > 0), so the largest model is what one GPU holds. Bad input ends with one sentence and exit code 2.
+Under torchrun on GPUs a model of more than a billion parameters is sharded (--shard, sharding.py); a smaller one is replicated: every
+process then holds it in fp32 with its Adam state (16 bytes a parameter, and 4 more for the reference model where beta > 0).
+Bad input ends with one sentence and exit code 2.
 """
 import os
 
@@ -33,9 +34,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from executor import Executor
-from murphy import MurphyConfig, all_reduce, autocast, murphy_step
+from murphy import MurphyConfig, all_reduce, autocast, hidden_states, murphy_step, pack
 from problems import BadInput, load_problems
 from rollout import evaluate, prefix_of, prefix_room
+from sharding import is_sharded, load_optimizer_state, shard, unsharded, whole_optimizer_state, whole_state
 
 TINY = Path(__file__).resolve().parent / "tiny"
 EMBEDDED = dict(learning_rate=5e-4, beta=0.0, steps=30, max_new_tokens=48, prompts_per_step=8)  # defaults with tiny/
@@ -57,24 +59,36 @@ RUN_FLAGS = [  # name, type, default, help
     ("keep", int, 2, "checkpoints kept"),
     ("log_trees", int, 2, "prompts per step whose whole trees go to trees.jsonl"),
     ("workers", int, None, "executor processes per rank (default: one per core, shared between the ranks of a machine)"),
+    ("shard", str, "auto", "under torchrun: full shards weights, gradients and Adam state over the processes (FSDP2), none copies them, "
+                           "auto is full for more than a billion parameters on GPUs"),
 ]
+
+
+BESIDE_RESUME = ["steps", "shard", "cpu_offload", "gradient_checkpointing", "workers"]
+
+
+def flag(name):
+    return "--" + name.replace("_", "-")
 
 
 def build_parser():
     parser = argparse.ArgumentParser(prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     run = parser.add_argument_group("run")
     for name, kind, default, text in RUN_FLAGS:
-        run.add_argument("--" + name.replace("_", "-"), type=kind, help=text + (f" (default {default})" if default is not None else ""))
-    run.add_argument("--resume", metavar="RUN", help="go on with this run folder, with its settings; only --steps may be given beside it")
-    run.add_argument("--gradient-checkpointing", action="store_true", default=None, help="recompute activations in the backward pass: "
-                     "less memory, about a third more time")
+        run.add_argument(flag(name), type=kind, help=text + (f" (default {default})" if default is not None else ""))
+    run.add_argument("--resume", metavar="RUN", help="go on with this run folder and its settings, on any number of processes; beside it "
+                     "only --steps, and what leaves the results alone: " + ", ".join(map(flag, BESIDE_RESUME[1:])))
+    run.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=None, help="recompute activations in the "
+                     "backward pass: less memory, about a third more time (default: for more than a billion parameters)")
+    run.add_argument("--cpu-offload", action="store_true", default=None, help="with --shard full, keep the shards in the host's memory: "
+                     "the least GPU memory, slower steps")
     groups = {"run": run}
     for f in fields(MurphyConfig):
         name = f.metadata["group"]
         groups.setdefault(name, None)
         groups[name] = groups[name] or parser.add_argument_group(name)
         tiny = f", with the tiny model {EMBEDDED[f.name]}" if f.name in EMBEDDED else ""
-        groups[name].add_argument("--" + f.name.replace("_", "-"), type=f.type, choices=f.metadata["choices"],
+        groups[name].add_argument(flag(f.name), type=f.type, choices=f.metadata["choices"],
                                   help=f"{f.metadata['help']} (default {f.default}{tiny})".replace("%", "%%"))
     return parser
 
@@ -85,7 +99,7 @@ def settings_of(argv):
     resume = given.pop("resume", None)
     if resume is not None:
         return resumed_settings(Path(resume), given)
-    run = {name: default for name, _, default, _ in RUN_FLAGS} | {"gradient_checkpointing": False}
+    run = {name: default for name, _, default, _ in RUN_FLAGS} | {"gradient_checkpointing": None, "cpu_offload": False}
     config = {f.name: f.default for f in fields(MurphyConfig)}
     embedded = given.get("model", "tiny") == "tiny"
     config |= EMBEDDED if embedded else {}
@@ -97,15 +111,18 @@ def settings_of(argv):
 
 
 def resumed_settings(folder, given):
-    if set(given) - {"steps"}:
-        flags = ", ".join("--" + k.replace("_", "-") for k in sorted(set(given) - {"steps"}))
-        raise BadInput(f"--resume goes on with the settings of {folder}; leave out {flags} (only --steps may be given)")
+    if refused := sorted(set(given) - set(BESIDE_RESUME)):
+        raise BadInput(f"--resume goes on with the settings of {folder}; leave out {', '.join(map(flag, refused))} "
+                       f"(only {', '.join(map(flag, BESIDE_RESUME))} may be given)")
     try:
         saved = json.loads((folder / "config.json").read_text())
         config = MurphyConfig(**saved["config"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{folder} is no run folder of train.py ({error}); give the folder that holds config.json") from None
-    return saved["run"], checked(replace(config, **given)), folder
+    if "RANK" not in os.environ:
+        saved["run"]["shard"] = "auto"  # it was sharded, and now there is one process
+    run = check_run(saved["run"] | {k: v for k, v in given.items() if k != "steps"})
+    return run, checked(replace(config, steps=given.get("steps", config.steps))), folder
 
 
 def checked(config):
@@ -116,7 +133,13 @@ def checked(config):
 def check_run(run):
     for name, low in dict(max_problems=1, eval_problems=1, eval_every=0, eval_iterations=1, save_every=1, keep=1, log_trees=0, workers=1).items():
         if run[name] is not None and run[name] < low:
-            raise BadInput(f"--{name.replace('_', '-')} is {run[name]}; it must be at least {low}")
+            raise BadInput(f"{flag(name)} is {run[name]}; it must be at least {low}")
+    if run["shard"] not in ("auto", "none", "full"):
+        raise BadInput(f"--shard is {run['shard']}; choose one of auto, none, full")
+    if run["shard"] == "full" and "RANK" not in os.environ:
+        raise BadInput("--shard full needs several processes; start train.py with torchrun --nproc_per_node N")
+    if run["cpu_offload"] and run["shard"] == "none":
+        raise BadInput("--cpu-offload moves shards to the host, and --shard none makes none; use --shard full")
     return run
 
 
@@ -130,7 +153,7 @@ def start_processes():
     local = int(os.environ["LOCAL_RANK"])
     if cuda:
         torch.cuda.set_device(local)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")  # gloo too: offloaded shards lie on the CPU
     return dist.get_rank(), dist.get_world_size(), torch.device("cuda", local) if cuda else torch.device("cpu")
 
 
@@ -144,7 +167,7 @@ def from_first(value):
 
 def check_replicas(model):
     """Replicas that drift apart train nothing in particular: stop at the first step after which weights differ."""
-    if dist.is_initialized():
+    if dist.is_initialized() and not is_sharded(model):
         total = sum(p.detach().double().sum() for p in model.parameters())
         low, high = -all_reduce(-total, "max"), all_reduce(total.clone(), "max")
         if low != high:
@@ -170,8 +193,8 @@ def one_line(error):
     return " ".join(str(error).split())[:300]
 
 
-def load_model(path, device):
-    """fp32 weights (masters of bf16 compute on CUDA), sdpa attention (the packed mask needs it), dropout off."""
+def load_model(path):
+    """On the CPU: fp32 weights (masters of bf16 compute on CUDA), sdpa attention (the packed mask needs it), dropout off."""
     hf_logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
@@ -182,7 +205,43 @@ def load_model(path, device):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
-    return model.to(device).eval()
+    check_head(model)
+    return model.eval()
+
+
+def check_head(model):
+    """Refuse a model that scales or caps its logits behind the head: murphy.packed_logprobs applies the head itself."""
+    row = pack([1, 2], [[3]], [0.0])
+    with torch.no_grad():
+        hidden, head = hidden_states(model, row)
+        logits = model(input_ids=row.input_ids[:, :2]).logits[0, -1:]
+        if not torch.allclose(head(hidden), logits, rtol=1e-3, atol=1e-3):
+            raise BadInput(f"{type(model).__name__} changes its logits behind the language-model head, which the loss here does not do; "
+                           "use another model")
+
+
+def place_model(path, device, run):
+    """load_model on the device: whole, or sharded as --shard says. The processes of a machine load one after another, so that
+    the host holds one whole model at a time."""
+    for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", 1))):
+        if turn == int(os.environ.get("LOCAL_RANK", 0)):
+            model = load_model(path)
+            model = shard(model, device.type, run["cpu_offload"]) if wants_shards(model, run, device) else model.to(device)
+        if dist.is_initialized():
+            dist.barrier()
+    return model
+
+
+BIG = 1_000_000_000  # parameters
+
+
+def size_of(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def wants_shards(model, run, device):
+    auto = device.type == "cuda" and size_of(model) > BIG and dist.is_initialized() and dist.get_world_size() > 1
+    return run["shard"] == "full" or run["shard"] == "auto" and (auto or dist.is_initialized() and run["cpu_offload"])
 
 
 class Config:
@@ -217,8 +276,12 @@ def new_folder(run, config):
     if (folder / "config.json").exists():
         raise BadInput(f"{folder} holds a run already; go on with it by --resume {folder}, or give another --out")
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"run": run, "config": asdict(config)}, indent=1) + "\n")
+    write_beside(folder / "config.json", json.dumps({"run": run, "config": asdict(config)}, indent=1) + "\n")
     return folder
+
+
+def read_log(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def append(path, record):
@@ -248,7 +311,7 @@ def tree_record(tree, step):
 
 
 def checkpoint_bytes(model):
-    return sum(p.numel() for p in model.parameters()) * 12  # fp32 weights, two Adam moments
+    return size_of(model) * 12  # fp32 weights, two Adam moments
 
 
 def check_disk(folder, model):
@@ -262,11 +325,14 @@ def save_checkpoint(folder, model, tokenizer, optimizer, step, keep):
     """Written beside and renamed, so that whatever carries the final name is whole; then the oldest go."""
     final = folder / "checkpoints" / f"step-{step:06d}"
     part = final.with_name(final.name + ".part")
+    weights, moments = whole_state(model), whole_optimizer_state(model, optimizer)  # by all processes together
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
     try:
         shutil.rmtree(part, ignore_errors=True)
-        model.save_pretrained(part)
+        model.save_pretrained(part, state_dict=weights)
         tokenizer.save_pretrained(part)
-        torch.save(optimizer.state_dict(), part / "optimizer.pt")
+        torch.save(moments, part / "optimizer.pt")
         shutil.rmtree(final, ignore_errors=True)
         part.rename(final)
     except Exception as error:  # safetensors, torch and the OS each raise their own kind for a full disk
@@ -283,13 +349,13 @@ def checkpoints(folder):
 
 # ---------------------------------------------------------------- evaluation and logs
 
-def held_out_scores(model, tokenizer, problems, executor, run, config, rank, world):
+def held_out_scores(model, tokenizer, problems, executor, run, config, rank, world, bar=None):
     """Iter-1 ... Iter-k pass@1 in percent over all processes, greedy."""
     sampling = replace(config.sampling, temperature=0.0)
-    with autocast(model):
-        _, solved = evaluate(model, tokenizer, problems[rank::world], executor, run["eval_iterations"], sampling)
+    with unsharded(model), autocast(model):
+        _, solved = evaluate(model, tokenizer, problems[rank::world], executor, run["eval_iterations"], sampling, bar=bar)
     counts = torch.tensor([[float(s) for s in row] for row in solved] or [[0.0] * run["eval_iterations"]], dtype=torch.float64)
-    return [round(100 * c / len(problems), 2) for c in all_reduce(counts.sum(0).to(model.device)).tolist()]
+    return [round(100 * c / len(problems), 2) for c in all_reduce(counts.sum(0)).tolist()]
 
 
 def final_table(scores):
@@ -322,6 +388,8 @@ def train(argv):
     run, config, resumed = settings_of(argv)
     rank, world, device = start_processes()
     first = rank == 0
+    if run["cpu_offload"] and device.type == "cpu":
+        raise BadInput("--cpu-offload moves shards from GPUs to the host, and there is no GPU here; leave it out")
     tokenizer, model_config, path = load_tokenizer(run["model"])
     problems = load_problems(run["dataset"], limit=run["max_problems"], seed=config.seed)
     held_out = load_problems(run["eval_dataset"], limit=run["eval_problems"], split="heldout") if run["eval_dataset"] else []
@@ -331,33 +399,36 @@ def train(argv):
     done = int(last.name.split("-")[1]) if last else 0
 
     # fp32 weights; the reference is the model before training, also after a resume
-    model = load_model(last or path, device)
-    reference = load_model(path, device).requires_grad_(False) if config.beta > 0 else None
+    model = place_model(last or path, device, run)
+    reference = place_model(path, device, run).requires_grad_(False) if config.beta > 0 else None
     check_disk(folder, model)
-    if run["gradient_checkpointing"]:
+    if run["gradient_checkpointing"] or run["gradient_checkpointing"] is None and size_of(model) > BIG:
         model.activation_checkpointing_enable()
         model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     if last:
-        optimizer.load_state_dict(torch.load(last / "optimizer.pt", map_location=device))
+        load_optimizer_state(model, optimizer, torch.load(last / "optimizer.pt", mmap=True))
     if first and resumed:
         for name in ("metrics.jsonl", "trees.jsonl"):
             cut_log(folder / name, done)
+        cut_log(folder / "eval.jsonl", done + 1)  # of the state after that many steps
+    evaluated = set(from_first([r["step"] for r in read_log(folder / "eval.jsonl")]))
     stop = StopFlag()
     workers = run["workers"] or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
     with (Executor(workers) as executor,
           tqdm(total=config.steps, initial=done, disable=not first, desc=config.method, dynamic_ncols=True) as bar):
         def held_out_eval(step):
-            if not held_out:
+            if not held_out or step in evaluated:
                 return
-            scores = held_out_scores(model, tokenizer, held_out, executor, run, config, rank, world)
+            scores = held_out_scores(model, tokenizer, held_out, executor, run, config, rank, world, bar)
+            bar.set_description("evaluated")
             if first:
                 append(folder / "eval.jsonl", {"step": step, "iter": scores})
                 tqdm.write(f"step {step}: held-out pass@1 " + ", ".join(f"Iter-{k + 1} {s:.1f}" for k, s in enumerate(scores)))
 
-        if done == 0:
-            held_out_eval(0)
+        if done == 0 or run["eval_every"] and done % run["eval_every"] == 0:
+            held_out_eval(done)  # a kill may have come between a checkpoint and its evaluation
         bar.unpause()  # the pace is that of steps, without the evaluation before them
         bad_steps, warned = 0, set()
         for step in range(done, config.steps):
@@ -365,7 +436,8 @@ def train(argv):
                 group["lr"] = config.learning_rate * min(1.0, (step + 1) / max(config.warmup_steps, 1))
             chosen = problems_of_step(len(problems), config.prompts_per_step, step, config.seed)[rank::world]
             trees, metrics = murphy_step(model, reference, tokenizer, [problems[i] for i in chosen], executor, optimizer, config,
-                                         seed=(config.seed << 32) + step * world + rank)
+                                         seed=(config.seed << 32) + step * world + rank, bar=bar)
+            bar.set_description(config.method)
             check_replicas(model)
             bad_steps = bad_steps + 1 if metrics["skipped"] else 0
             if first:
@@ -379,8 +451,7 @@ def train(argv):
                                "Lower --learning-rate and start again from the last checkpoint")
             ending = stop.asked() or step + 1 == config.steps
             if ending or (step + 1) % run["save_every"] == 0:
-                if first:
-                    save_checkpoint(folder, model, tokenizer, optimizer, step + 1, run["keep"])
+                save_checkpoint(folder, model, tokenizer, optimizer, step + 1, run["keep"])
             if ending and step + 1 < config.steps:
                 bar.close()
                 return print(f"stopped by a signal after step {step + 1}; go on with --resume {folder}") if first else None
@@ -402,7 +473,7 @@ def draw_curves(folder):
         return print("curves.png was not drawn, because matplotlib is not installed: pip install matplotlib", file=sys.stderr)
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_log(folder / "metrics.jsonl")
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
     for axis, name in zip(axes, ("reward", "solved")):
         for turn in range(1, 10):
@@ -417,8 +488,7 @@ def draw_curves(folder):
 
 def report(folder):
     draw_curves(folder)
-    if (folder / "eval.jsonl").exists():
-        scores = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+    if scores := read_log(folder / "eval.jsonl"):
         print(final_table([("before", scores[0]["iter"]), ("after", scores[-1]["iter"])]))
     print(f"run folder: {folder}")
 
@@ -430,8 +500,7 @@ class StopFlag:
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "set", True))
 
     def asked(self):
-        device = "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
-        return bool(all_reduce(torch.tensor(float(self.set), device=device), "max"))
+        return bool(all_reduce(torch.tensor(float(self.set)), "max"))
 
 
 def main(argv=None):

@@ -149,7 +149,7 @@ def seed_of_rank(monkeypatch, tmp_path, rank, at):
     class Done(Exception):
         pass
 
-    def spy(model, reference, tokenizer, problems, executor, optimizer, config, seed):
+    def spy(model, reference, tokenizer, problems, executor, optimizer, config, seed, **_):
         seeds.append(seed)
         if len(seeds) > at:
             raise Done

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import eval as evaluation
-from eval import compare, decisive, interval, main, pass_at_k, read_lines, score, transcript
+from eval import compare, decisive, interval, limits_of, main, pass_at_k, read_lines, score, transcript
+from executor import Executor, Limits
 from problems import Problem, Test
 from rollout import Node, Tree
 from common import StubVerdict
@@ -60,7 +61,6 @@ def test_docstring_examples_are_shown_but_only_the_benchmarks_tests_count():
 
 
 def test_T11_no_hidden_test_is_in_a_transcripts_feedback():
-    from executor import Executor
     tests = [Test("assert", "assert f(1) == 2"), Test("assert", "assert f(77) == 7878", public=False)]
     with Executor(1) as executor:
         (verdict,) = executor.run([("def f(x): return x", tests)])
@@ -70,6 +70,10 @@ def test_T11_no_hidden_test_is_in_a_transcripts_feedback():
         assert "f(1)" in said and ("of 2 tests" in said) == leaks and "7878" not in said
     (verdict,) = [StubVerdict([True, False], public=[True, False])]
     assert "of 1 tests" in verdict.visible().feedback()
+
+
+def test_limits_leave_livecodebench_its_time():
+    assert limits_of("livecodebench").cpu_seconds == 60 and limits_of("humaneval") == limits_of("mbpp") == Limits()
 
 
 # ---------------------------------------------------------------- a whole evaluation

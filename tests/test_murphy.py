@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from common import random_model, slow_logprobs
-from murphy import (MurphyConfig, assign_credit, kept_nodes, optimise, pack, pack_tree, packed_logprobs, row_loss, sync_and_clip,
+import murphy
+from murphy import (MurphyConfig, assign_credit, head_logprobs, kept_nodes, optimise, pack, pack_tree, packed_logprobs, row_loss, sync_and_clip,
                     token_losses, token_weights)
 from problems import BadInput, Problem
 from rollout import Group, Node, Tree
@@ -66,6 +67,36 @@ def test_packed_logprobs_and_gradients_are_those_of_lone_sequences(family, atten
     (slow * row.advantages).sum().backward()
     assert (fast - slow).abs().max() < 1e-5
     assert close(fast_gradient, gradients(model), 1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_in_parts_change_nothing(tied, monkeypatch):
+    model, row, got = random_model(tie_word_embeddings=tied), pack(PREFIX, RESPONSES, ADVANTAGES), []
+    for at_once in (10**9, 2 * 97, 1):
+        monkeypatch.setattr(murphy, "LOGITS_AT_ONCE", at_once)
+        model.zero_grad()
+        logprobs, entropy = packed_logprobs(model, row, 0.7)
+        (logprobs * row.advantages).sum().backward()
+        got.append((logprobs, entropy, gradients(model).clone()))
+    for logprobs, entropy, gradient in got[1:]:
+        assert torch.allclose(logprobs, got[0][0], atol=1e-6) and torch.allclose(entropy, got[0][1], atol=1e-6)
+        assert close(gradient, got[0][2], 1e-6)
+
+
+def test_logits_in_parts_are_never_whole(monkeypatch):
+    monkeypatch.setattr(murphy, "LOGITS_AT_ONCE", 2 * 97)
+    model, seen = random_model(), []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    packed_logprobs(model, pack(PREFIX, RESPONSES, ADVANTAGES), 1.0)[0].sum().backward()
+    assert {tuple(shape) for shape in seen} <= {(2, 97), (1, 97)} and sum(map(len, RESPONSES)) * 2 == sum(shape[0] for shape in seen)
+
+
+def test_each_update_sees_the_weights_of_the_one_before_under_autocast(monkeypatch):
+    monkeypatch.setattr(murphy, "autocast", lambda model: torch.autocast("cpu", torch.bfloat16))  # it keeps copies of weights
+    config, losses = replace(CONFIG, learning_rate=1e-2), []
+    for updates in (1, 2):
+        losses.append(update_metrics(random_model(), credited(config), replace(config, updates_per_rollout=updates), lr=1e-2)["loss"])
+    assert losses[1] < losses[0] - 0.01
 
 
 def test_gradient_checkpointing_changes_nothing():
@@ -186,14 +217,10 @@ def test_G12_a_flat_group_has_no_policy_loss_but_its_kl_pulls():
 
 
 def test_G17_G18_temperature_divides_logits_and_zero_scores_at_one():
-    class Fixed(torch.nn.Module):
-        config = type("C", (), {"_attn_implementation": "sdpa"})
-
-        def forward(self, logits_to_keep, **_):
-            return type("O", (), {"logits": torch.tensor([[[2.0, 0.0]] * len(logits_to_keep)])})
-    row = pack([1], [[0]], [1.0])
-    assert packed_logprobs(Fixed(), row, 0.5)[0].item() == pytest.approx(-0.01814993, abs=1e-6)
-    assert packed_logprobs(Fixed(), row, 0)[0].item() == packed_logprobs(Fixed(), row, 1.0)[0].item()
+    logits, target = torch.tensor([[2.0, 0.0]]), torch.tensor([0])
+    at = lambda temperature: head_logprobs(torch.nn.Identity(), logits, target, temperature, []).item()
+    assert at(0.5) == pytest.approx(-0.01814993, abs=1e-6)
+    assert at(0) == at(1.0) == pytest.approx(-0.12692802, abs=1e-6)
 
 
 def test_G23_the_first_update_is_on_policy():
@@ -207,8 +234,8 @@ def test_G23_the_first_update_is_on_policy():
     assert loss == row_loss(model, row, CONFIG)[0].item() == pytest.approx(-row.advantages.sum().item(), abs=1e-5)
 
 
-def update_metrics(model, trees, config, reference=None):
-    return optimise(model, reference, trees, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
+def update_metrics(model, trees, config, reference=None, lr=1e-3):
+    return optimise(model, reference, trees, torch.optim.AdamW(model.parameters(), lr=lr), config)
 
 
 # ---------------------------------------------------------------- denominators

@@ -102,6 +102,16 @@ def test_a_growing_cache_copies_old_tokens_only_when_its_room_is_used_up():
     assert len(places) <= 4 and cache.get_seq_length() == 40
 
 
+def test_a_bar_tells_how_many_rows_are_left():
+    class Bar:
+        said = []
+        set_description = said.append
+    with sampling_mode(model := random_model()):
+        (group,) = sample_batch(model, PREFIXES[:1], 2, Sampling(temperature=0, max_new_tokens=9, chunk=6), [96], Bar)
+    left = sum(len(ids) > 6 for ids, _ in group), sum(truncated for _, truncated in group)
+    assert Bar.said == [f"sampling, {left[0]} of 2 rows still at 6 tokens", f"sampling, {left[1]} of 2 rows still at 9 tokens"]
+
+
 def test_sampled_frequencies_are_those_of_the_model():
     """2,000 first tokens: the share of each likely token is within four standard errors of its probability."""
     model = random_model()

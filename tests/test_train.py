@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import train
 from common import byte_tokenizer, random_model
-from train import check_replicas, cut_log, final_table, main, problems_of_step, save_checkpoint, settings_of, warn
+from problems import BadInput
+from train import check_head, check_replicas, cut_log, final_table, main, problems_of_step, save_checkpoint, settings_of, warn
 
 SMALL = ["--prompts-per-step", "2", "--group-size", "4", "--eval-problems", "4", "--workers", "1"]
 TIMES = ("seconds", "tokens_per_second")
@@ -145,7 +147,8 @@ OK_ROW = {"task_id": "a", "prompt": "Write f.", "tests": [{"kind": "assert", "co
 @pytest.mark.parametrize("argv, words", [
     (["--model", "/no/such/folder"], "no model folder"), (["--model", "./nor-this"], "no model folder"), (["--budget", "0", "--prune", "interp"], "--budget"),
     (["--group-size", "1"], "--group-size"), (["--resume", "/no/such/run"], "no run folder"), (["--keep", "0"], "--keep"),
-    (["--dataset", "/no/such.jsonl"], "/no/such.jsonl"), (["--max-new-tokens", "510"], "prompt has"), (["--learning-rate", "-1"], "--learning-rate")])
+    (["--dataset", "/no/such.jsonl"], "/no/such.jsonl"), (["--max-new-tokens", "510"], "prompt has"), (["--learning-rate", "-1"], "--learning-rate"),
+    (["--shard", "some"], "--shard"), (["--shard", "full"], "torchrun"), (["--cpu-offload", "--shard", "none"], "--shard full")])
 def test_bad_flags_are_refused(capsys, tmp_path, argv, words):
     out = [] if "--resume" in argv else ["--out", str(tmp_path / "run")]
     assert words in refused(capsys, argv + out)
@@ -162,6 +165,25 @@ def test_bad_data_sets_are_refused_with_file_and_row(capsys, tmp_path, rows, wor
 
 def test_a_model_without_chat_template_is_refused(capsys, no_template):
     assert "chat template" in refused(capsys, ["--model", no_template, "--dataset", "tiny"])
+
+
+def test_a_model_that_caps_its_logits_is_refused():
+    config = Gemma2Config(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8,
+                          num_key_value_heads=1, final_logit_softcapping=0.1)
+    with pytest.raises(BadInput, match="Gemma2ForCausalLM changes its logits"):
+        check_head(Gemma2ForCausalLM(config).eval())
+    check_head(random_model())
+
+
+def test_shards_are_for_big_models_on_several_gpus(monkeypatch):
+    model, cuda, cpu = random_model(), torch.device("cuda"), torch.device("cpu")
+    wants = lambda device, **run: train.wants_shards(model, {"shard": "auto", "cpu_offload": False} | run, device)
+    assert not wants(cuda) and not wants(cpu) and wants(cpu, shard="full") and not wants(cuda, cpu_offload=True)
+    monkeypatch.setattr(train.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(train.dist, "get_world_size", lambda: 8)
+    assert not wants(cuda) and wants(cuda, cpu_offload=True)
+    monkeypatch.setattr(train, "BIG", 1000)
+    assert wants(cuda) and not wants(cpu) and not wants(cuda, shard="none")
 
 
 def test_a_prompt_longer_than_the_context_is_refused(capsys, tmp_path):
