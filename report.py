@@ -12,6 +12,7 @@ import argparse
 import base64
 import hashlib
 import html
+import importlib.util
 import io
 import json
 import math
@@ -239,11 +240,10 @@ def thin_trees(trees, room):
 
 def page(runs):
     """The HTML of a list of runs (of load_run), str."""
-    try:
-        import jinja2
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise BadInput(f"the page needs {error.name}, which is not installed: pip install {error.name}") from None
+    for package in ("jinja2", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise BadInput(f"the page needs {package}, which is not installed: pip install {package}")
+    import jinja2
     loader = jinja2.FileSystemLoader(Path(__file__).resolve().parent)
     template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template("report.html.jinja")
     charts = [chart for chart in (draw_chart(runs, i) for i in range(len(CHARTS))) if chart]
