@@ -157,7 +157,7 @@ def seed_of_rank(monkeypatch, tmp_path, rank, at):
                     "solved_prompts": 0.0, "tokens_per_second": 1.0}
     seeds = []
     monkeypatch.setattr(train, "start_processes", lambda: (rank, 2, torch.device("cpu")))
-    monkeypatch.setattr(train, "from_first", lambda value: value or tmp_path)
+    monkeypatch.setattr(train, "from_first", lambda value: tmp_path if value is None else value)
     monkeypatch.setattr(train, "held_out_scores", lambda *_: [0.0])
     monkeypatch.setattr(train, "murphy_step", spy)
     with pytest.raises(Done):
