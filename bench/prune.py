@@ -42,7 +42,7 @@ def optimise_pruned(model, reference, optimizer, trees, config):
 
 
 def measure(rounds, budget):
-    model, reference = load_model(TINY, "cpu"), load_model(TINY, "cpu").requires_grad_(False)
+    model, reference = load_model(TINY), load_model(TINY).requires_grad_(False)
     tokenizer, problems = AutoTokenizer.from_pretrained(TINY), load_problems("tiny", limit=200, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     base = MurphyConfig(**EMBEDDED)
