@@ -66,8 +66,8 @@ def measure(rounds, budget):
                 print(f"round {number + 1}, beta {beta}: rollout {rollout:.2f} s, optimisation {full:.2f} s, with InterP {cut:.2f} s, "
                       f"{sum(len(tree.nodes) for tree in trees)} nodes, {kept[-1]:.0%} kept")
     medians = {name: round(statistics.median(values), 3) for name, values in cuts.items()}
-    return {"optimisation_time_cut": medians["optimisation_beta_0.04"], "step_time_cut": medians["step_beta_0.04"],
-            "optimisation_time_cut_beta_0": medians["optimisation_beta_0.0"], "step_time_cut_beta_0": medians["step_beta_0.0"],
+    return {"optimization_time_cut": medians["optimisation_beta_0.04"], "step_time_cut": medians["step_beta_0.04"],
+            "optimization_time_cut_beta_0": medians["optimisation_beta_0.0"], "step_time_cut_beta_0": medians["step_beta_0.0"],
             "nodes_kept": round(statistics.median(kept), 3), "budget": budget, "rounds": rounds}
 
 
