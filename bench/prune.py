@@ -1,6 +1,6 @@
 """What pruning saves: optimisation and whole-step time with InterP against none, on the embedded default.
 
-    python bench/prune.py [--rounds 5] [--budget 1] [--train]
+    python bench/prune.py [--rounds 3] [--budget 1] [--train]
 
 Each round grows the trees of 8 problems with tiny/ (G = 8, two turns, temperature 1), then takes the optimisation part of a step (credit,
 packing, reference, loss, backward, AdamW) on the same trees without pruning and with InterP, by turns; the learning rate is 0, so every
@@ -84,7 +84,7 @@ def held_out(flags):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budget", type=int, default=1, help="groups of turn 2 that InterP keeps per tree")
     parser.add_argument("--train", action="store_true", help="also train with and without InterP, three seeds each")
     args = parser.parse_args()
