@@ -105,13 +105,17 @@ def generation_config(sampling, stop, max_new_tokens):
                             eos_token_id=stop, pad_token_id=stop[0])
 
 
-class GrowingLayer(DynamicLayer):
-    """Keys and values of a layer in a buffer with room for `room` more tokens: a new token is written, the old ones are not
-    copied as by concatenation. `keys` and `values`, as everywhere [rows, heads, tokens, head size], are views of the buffer."""
+ROOM = 256  # tokens that a cache grows by at once
 
-    def __init__(self, room):
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values of a layer in a buffer with room for ROOM more tokens (at most `most` in all): a new token is written, the
+    old ones are not copied as by concatenation. Without gradient. `keys` and `values`, as everywhere [rows, heads, tokens,
+    head size], are views of the buffer."""
+
+    def __init__(self, most):
         super().__init__()
-        self.room, self.buffer = room, None  # buffer: [2, rows, heads, tokens + room, head size]
+        self.most, self.buffer = most, None  # buffer: [2, rows, heads, tokens and room, head size]
 
     def update(self, key_states, value_states, *_, **__):
         if not self.is_initialized:
@@ -120,8 +124,8 @@ class GrowingLayer(DynamicLayer):
         end = start + key_states.shape[-2]
         if self.buffer is None or self.buffer.shape[-2] < end:
             rows, heads, _, size = key_states.shape
-            self.buffer, seen = key_states.new_empty(2, rows, heads, end + self.room, size), (self.keys, self.values)
-            for buffer, old in zip(self.buffer, seen if start else ()):
+            self.buffer = key_states.new_empty(2, rows, heads, max(end, min(end + ROOM, self.most)), size)
+            for buffer, old in zip(self.buffer, (self.keys, self.values) if start else ()):
                 buffer[:, :, :start] = old
         for buffer, new in zip(self.buffer, (key_states, value_states)):
             buffer[:, :, start:end] = new
@@ -137,32 +141,29 @@ class GrowingLayer(DynamicLayer):
         self.buffer = None
 
 
-def growing_cache(model, room):
-    """An empty KV cache; layers with a sliding window or of other kinds stay as transformers has them."""
+def growing_cache(model, most):
+    """An empty KV cache for up to `most` tokens a row; layers with a sliding window or of other kinds stay as transformers has them."""
     cache = DynamicCache(config=model.config)
-    cache.layers = [GrowingLayer(room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [GrowingLayer(most) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
-def prefill(model, prefixes, group_size, pad, room):
+def prefill(model, prefixes, group_size, pad, max_new_tokens):
     """Run each prefix (all but its last token) once and expand the KV cache to group_size rows a prefix.
 
-    Returns ids [P * G, L] and mask [P * G, L], padded on the left, and the cache of length L - 1, which grows by `room` tokens.
+    Returns ids [P * G, L] and mask [P * G, L], padded on the left, and the cache of length L - 1.
     """
     longest = max(len(p) for p in prefixes)
     rows = [([pad] * (longest - len(p)) + p, [0] * (longest - len(p)) + [1] * len(p)) for p in prefixes]
     ids = torch.tensor([r[0] for r in rows], device=model.device)
     mask = torch.tensor([r[1] for r in rows], device=model.device)
-    cache = growing_cache(model, room)
+    cache = growing_cache(model, longest + max_new_tokens)
     if longest > 1:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions[:, :-1],
               cache=cache, use_cache=True, logits_to_keep=1)
         cache.batch_repeat_interleave(group_size)
     return ids.repeat_interleave(group_size, 0), mask.repeat_interleave(group_size, 0), cache
-
-
-ROOM = 256  # tokens that a cache grows by at once
 
 
 def first_stop(ids, stop):
@@ -176,7 +177,7 @@ def sample_batch(model, prefixes, group_size, sampling, stop, bar=None):
     Call inside `sampling_mode`. `generate` keeps computing rows that have ended; so it runs in chunks,
     and finished rows leave the batch (and its cache) between two chunks. bar (tqdm) tells how far it is.
     """
-    ids, mask, cache = prefill(model, prefixes, group_size, stop[0], min(sampling.max_new_tokens, ROOM))
+    ids, mask, cache = prefill(model, prefixes, group_size, stop[0], sampling.max_new_tokens)
     responses = [([], True) for _ in range(len(ids))]
     rows, stop_set, left = list(range(len(ids))), set(stop), sampling.max_new_tokens
     while rows and left > 0:

@@ -89,7 +89,7 @@ def trainer_of(folder, trees, loss_type, beta, steps, callback):
         dataloader_pin_memory=False)
     return GRPOTrainer(model=folder, args=config, processing_class=AutoTokenizer.from_pretrained(TINY), rollout_func=rollout, callbacks=[callback],
                        reward_funcs=lambda completion_ids, **_: [nodes[tuple(ids)].reward for ids in completion_ids],
-                       train_dataset=Dataset.from_list([{"prompt": tree.problem.task_id} for tree in trees] * steps))
+                       train_dataset=Dataset.from_list([{"prompt": tree.problem.task_id} for tree in trees]))
 
 
 def compare(folder, model, reference, trees, loss_type, beta, rounds):

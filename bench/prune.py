@@ -1,6 +1,6 @@
 """What pruning saves: optimisation and whole-step time with InterP against none, on the embedded default.
 
-    python bench/prune.py [--rounds 5] [--budget 1] [--train]
+    python bench/prune.py [--rounds 3] [--budget 1] [--train]
 
 Each round grows the trees of 8 problems with tiny/ (G = 8, two turns, temperature 1), then takes the optimisation part of a step (credit,
 packing, reference, loss, backward, AdamW) on the same trees without pruning and with InterP, by turns; the learning rate is 0, so every
@@ -42,7 +42,7 @@ def optimise_pruned(model, reference, optimizer, trees, config):
 
 
 def measure(rounds, budget):
-    model, reference = load_model(TINY, "cpu"), load_model(TINY, "cpu").requires_grad_(False)
+    model, reference = load_model(TINY), load_model(TINY).requires_grad_(False)
     tokenizer, problems = AutoTokenizer.from_pretrained(TINY), load_problems("tiny", limit=200, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     base = MurphyConfig(**EMBEDDED)
@@ -66,8 +66,8 @@ def measure(rounds, budget):
                 print(f"round {number + 1}, beta {beta}: rollout {rollout:.2f} s, optimisation {full:.2f} s, with InterP {cut:.2f} s, "
                       f"{sum(len(tree.nodes) for tree in trees)} nodes, {kept[-1]:.0%} kept")
     medians = {name: round(statistics.median(values), 3) for name, values in cuts.items()}
-    return {"optimisation_time_cut": medians["optimisation_beta_0.04"], "step_time_cut": medians["step_beta_0.04"],
-            "optimisation_time_cut_beta_0": medians["optimisation_beta_0.0"], "step_time_cut_beta_0": medians["step_beta_0.0"],
+    return {"optimization_time_cut": medians["optimisation_beta_0.04"], "step_time_cut": medians["step_beta_0.04"],
+            "optimization_time_cut_beta_0": medians["optimisation_beta_0.0"], "step_time_cut_beta_0": medians["step_beta_0.0"],
             "nodes_kept": round(statistics.median(kept), 3), "budget": budget, "rounds": rounds}
 
 
@@ -84,7 +84,7 @@ def held_out(flags):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budget", type=int, default=1, help="groups of turn 2 that InterP keeps per tree")
     parser.add_argument("--train", action="store_true", help="also train with and without InterP, three seeds each")
     args = parser.parse_args()

@@ -19,9 +19,8 @@ import random
 
 from common import race, random_model
 import torch
-from transformers import GenerationConfig
 
-from rollout import Sampling, first_stop, sample_batch, sampling_mode
+from rollout import Sampling, first_stop, generation_config, sample_batch, sampling_mode
 
 STOP, CLASSES = 2, 8
 LENGTHS = [8, 12, 16, 20, 24, 28, 32, 200]  # tokens of a response, by the class of its first token
@@ -49,12 +48,16 @@ def give_lengths(model, prefix_tokens):
     return model.register_forward_hook(hook, with_kwargs=True)
 
 
+def never_ends(_, __, output):
+    output.logits[..., STOP] = -torch.inf
+
+
 def plain(model, prefixes, size, sampling):
     """Responses (ids, up to and with the stop token) of one `generate` call on prefixes of equal length."""
-    config = GenerationConfig(do_sample=sampling.temperature > 0, top_k=0, top_p=1.0, temperature=sampling.temperature or None,
-                              num_return_sequences=size if sampling.temperature > 0 else 1, max_new_tokens=sampling.max_new_tokens,
-                              eos_token_id=STOP, pad_token_id=0)
-    ids = torch.tensor(prefixes if sampling.temperature > 0 else [p for p in prefixes for _ in range(size)])
+    sampled = sampling.temperature > 0  # greedy rows of a prompt are equal; `generate` wants them as rows of their own
+    config = generation_config(sampling, [STOP], sampling.max_new_tokens)
+    config.num_return_sequences = size if sampled else 1
+    ids = torch.tensor(prefixes if sampled else [p for p in prefixes for _ in range(size)])
     rows = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[:, ids.shape[1]:].tolist()
     return [row[:first_stop(row, {STOP})] for row in rows]
 
@@ -94,7 +97,7 @@ def main():
         skewed, lengths = compare("skewed, prompts in one batch", model, prompts, sampling, args.rounds)
         by_prompt, _ = compare("skewed, one prompt", model, prompts[:1], sampling, args.rounds)
         hook.remove()
-        hook = model.register_forward_hook(lambda _, __, out: out.logits[..., STOP].fill_(-torch.inf) and None)
+        hook = model.register_forward_hook(never_ends)
         long, _ = compare("prefix 1024, no early end", model, [prefix(1024)], Sampling(max_new_tokens=64), args.rounds)
         hook.remove()
     shares = {"up_to_32": sum(n <= 32 for n in lengths) / len(lengths), "of_200": sum(n == 200 for n in lengths) / len(lengths)}

@@ -40,7 +40,7 @@ def test_G16_a_pad_id_inside_a_prompt_is_read():
     """Chat markers may share the pad id: the mask comes from the lengths, not from the ids."""
     model, marked, plain = random_model(), [2, 9, 2, 8], [7, 9, 7, 8]
     with sampling_mode(model):
-        ids, mask, _ = prefill(model, [[11] * 6, marked[1:]], 1, 2, room=8)
+        ids, mask, _ = prefill(model, [[11] * 6, marked[1:]], 1, 2, max_new_tokens=8)
         assert ids[1].tolist() == [2, 2, 2, 9, 2, 8] and mask[1].tolist() == [0, 0, 0, 1, 1, 1]
         got = sample_batch(model, [[11] * 6, marked], 1, Sampling(temperature=0, max_new_tokens=6), STOP)[1][0][0]
     assert got == slow_greedy(model, marked, 6, STOP) != slow_greedy(model, plain, 6, STOP)
@@ -53,7 +53,7 @@ def test_G16_a_pad_id_inside_a_prompt_is_read():
 def test_G20_left_padding_changes_no_log_prob(family):
     model, short = random_model(family), [11, 12, 13]
     with sampling_mode(model):
-        ids, mask, cache = prefill(model, [[9] * 40, short], 1, 0, room=8)
+        ids, mask, cache = prefill(model, [[9] * 40, short], 1, 0, max_new_tokens=8)
         padded = model(input_ids=ids[:, -1:], attention_mask=mask, position_ids=mask.sum(-1, keepdim=True) - 1, cache=cache).logits[1, -1]
         alone = model(input_ids=torch.tensor([short])).logits[0, -1]
     assert (padded.log_softmax(-1) - alone.log_softmax(-1)).abs().max() < 1e-4
@@ -157,7 +157,7 @@ def seed_of_rank(monkeypatch, tmp_path, rank, at):
                     "solved_prompts": 0.0, "tokens_per_second": 1.0}
     seeds = []
     monkeypatch.setattr(train, "start_processes", lambda: (rank, 2, torch.device("cpu")))
-    monkeypatch.setattr(train, "from_first", lambda value: value or tmp_path)
+    monkeypatch.setattr(train, "from_first", lambda value: tmp_path if value is None else value)
     monkeypatch.setattr(train, "held_out_scores", lambda *_: [0.0])
     monkeypatch.setattr(train, "murphy_step", spy)
     with pytest.raises(Done):

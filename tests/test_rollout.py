@@ -75,9 +75,10 @@ def test_a_prefix_is_prefilled_once_and_finished_rows_leave_between_chunks():
 
 
 @pytest.mark.parametrize("room", [1, 5, 100])
-def test_a_growing_cache_holds_what_a_concatenated_one_does(room):
+def test_a_growing_cache_holds_what_a_concatenated_one_does(room, monkeypatch):
+    monkeypatch.setattr(rollout, "ROOM", room)
     model, ids = random_model(), torch.tensor([PREFIXES[1], PREFIXES[0][:10]])
-    grown, plain, wanted = rollout.growing_cache(model, room), DynamicCache(config=model.config), torch.tensor([3, 0, 2])
+    grown, plain, wanted = rollout.growing_cache(model, 17), DynamicCache(config=model.config), torch.tensor([3, 0, 2])
     with torch.no_grad():
         for start, end in ((0, 4), (4, 5), (5, 6), (6, 10)):
             for cache in (grown, plain):
@@ -92,14 +93,15 @@ def test_a_growing_cache_holds_what_a_concatenated_one_does(room):
         assert a.keys.shape == b.keys.shape == (3, 2, 17, 16) and torch.allclose(a.keys, b.keys, atol=1e-5) and torch.allclose(a.values, b.values, atol=1e-5)
 
 
-def test_a_growing_cache_copies_old_tokens_only_when_its_room_is_used_up():
+def test_a_growing_cache_copies_old_tokens_only_when_its_room_is_used_up(monkeypatch):
+    monkeypatch.setattr(rollout, "ROOM", 10)
     model = random_model()
-    cache, places = rollout.growing_cache(model, room=10), set()
+    cache, places = rollout.growing_cache(model, 42), set()
     with torch.no_grad():
         for token in range(40):
             model(input_ids=torch.tensor([[token]]), cache=cache, use_cache=True)
             places.add(cache.layers[0].buffer.data_ptr())
-    assert len(places) <= 4 and cache.get_seq_length() == 40
+    assert len(places) <= 4 and cache.get_seq_length() == 40 and cache.layers[0].buffer.shape[-2] == 42  # not 44: no more than asked for
 
 
 def test_a_bar_tells_how_many_rows_are_left():
