@@ -181,7 +181,7 @@ def svg_of(figure, number, alt):
     svg = file.getvalue()[file.getvalue().index("<svg"):]
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.S)
     svg = re.sub(r'<g id="(raw|smooth|points)"', r'<g class="\1"', svg)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg).replace("<a ", '<a tabindex="-1" ')
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg).replace(' target="_blank"', ' tabindex="-1"')  # the pickers serve the keyboard
     view = re.search(r'viewBox="[^"]*"', svg)[0]
     svg = re.sub("<svg[^>]*>", lambda _: f'<svg {view} role="img" aria-label="{html.escape(alt)}">', svg, count=1)
     svg = re.sub(r"#a0000(\d)", r"var(--run\1)", svg)
