@@ -39,8 +39,7 @@ CHARTS = [  # title, {metric: label}, limits of the y axis or None; * is each tu
     ("Response length, tokens", {"length_mean": "mean", "length_max": "longest"}, None),
     ("Truncated responses, share", {"truncated_share": "share"}, (0, 1)),
     ("Pruned nodes, share", {"pruned_share": "share"}, (0, 1)),
-    ("Seconds per step", {"seconds_sampling": "sampling", "seconds_execution": "waiting for programs",
-                          "seconds_optimisation": "optimisation"}, None),
+    ("Seconds per step", {"seconds_sampling": "sampling", "seconds_execution": "execution", "seconds_optimisation": "update"}, None),
     ("Sampled tokens per second", {"tokens_per_second": "tokens/s"}, None),
 ]
 
@@ -130,12 +129,14 @@ def smooth(values, factor=0.6):
 
 
 def draw_chart(runs, number):
-    """Title and inline SVG (colours of the page's stylesheet) of one chart; None if no run has a point."""
+    """Title and inline SVG (colours of the page's stylesheet) of one chart, "" where all is 0; None if no run has a point."""
     title, metrics, limits = CHARTS[number]
     drawn = [lines_of(run, metrics) for run in runs]
     labels = list(dict.fromkeys(label for lines in drawn for label in lines))
     if not labels:
         return None
+    if not any(value for lines in drawn for points in lines.values() for _, value in points):
+        return {"title": title, "svg": ""}
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     figure = Figure(figsize=(4.4, 2.9), layout="constrained")
@@ -150,7 +151,7 @@ def draw_chart(runs, number):
             axes.plot(steps, smooth(values), gid="smooth", **look)
             dots = [p for p in points if p[0] in linked]
             dots = dots[::math.ceil(len(dots) / MAX_LINKS) or 1]
-            axes.scatter([p[0] for p in dots], [p[1] for p in dots], s=9, color=look["color"], gid="points", zorder=3
+            axes.scatter([p[0] for p in dots], [p[1] for p in dots], s=16, color=look["color"], edgecolors="none", gid="points", zorder=3
                          ).set_urls([f"#run={r}&step={step}" for step, _ in dots])
     axes.set(xlabel="step", ylim=limits and (-0.03, 1.03))
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -158,7 +159,7 @@ def draw_chart(runs, number):
     axes.spines[["top", "right"]].set_visible(False)
     if len(labels) > 1:
         figure.legend(handles=[Line2D([], [], color="#c00000", linestyle=styles[label], label=label) for label in labels],
-                      loc="outside upper left", ncols=3, frameon=False, borderpad=0, handlelength=2.4)
+                      loc="outside upper left", ncols=3, frameon=False, borderpad=0, handlelength=2.2, columnspacing=1.5)
     return {"title": title, "svg": svg_of(figure, number, alt_text(title, runs, drawn))}
 
 

@@ -48,7 +48,7 @@ def write_run(folder, steps=3, shift=0.0, trees=None, **settings):
     (folder / "config.json").write_text(json.dumps({
         "run": {"model": "tiny", "out": None}, "config": {"credit": "mars", "group_size": 3} | settings,
         "environment": {"commit": "abc123def456", "torch": "2.13.0", "machine": "Linux, 2 cores"}}))
-    write_lines(folder / "metrics.jsonl", [{"step": s, "reward_turn1": 0.125 * s + shift, "solved_turn1": 0.5, "reward_turn2": None, "k3_mean": 0.0321,
+    write_lines(folder / "metrics.jsonl", [{"step": s, "reward_turn1": 0.125 * s + shift, "solved_turn1": 0.5, "reward_turn2": None, "k3_mean": 0.0321, "pruned_share": 0.0,
                                             "grad_norm": float("nan") if s == 1 else 3.25 + s, "seconds_sampling": 4.5} for s in range(steps)])
     write_lines(folder / "eval.jsonl", [{"step": 0, "iter": [37.3, 40.7]}, {"step": steps, "iter": [62.04, 63.5]}])
     write_lines(folder / "trees.jsonl", [tree_at(s) for s in range(steps)] if trees is None else trees)
@@ -94,6 +94,7 @@ def test_header_table_and_numbers_are_those_of_the_run(one):
     assert "credit mars" in rows and "group_size 3" in rows and "model tiny" in rows and "out -" in rows
     assert "Reward by turn turn 1 0 → 0.25" in rows and "KL to the initial model (k3) mean 0.0321 → 0.0321" in rows
     assert "Gradient norm before clipping 3.25 → 5.25" in rows and "Held-out pass@1, percent Iter-2 40.7 → 63.5" in rows
+    assert "Always 0 and not drawn: Pruned nodes, share." in one and "Pruned nodes, share share 0 → 0" in rows
     assert not any(row.startswith("Entropy") or "turn 2" in row for row in rows)  # what is not there is not drawn as 0
 
 
