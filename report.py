@@ -222,8 +222,9 @@ def first_and_last(runs):
 
 def packed_trees(runs):
     """Every logged tree: what the pickers need, and the record, compressed. (Siblings repeat each other, so a tenth is left.)"""
-    return [{"run": r, "step": tree["step"], "task": tree["task_id"],
-             "data": base64.b64encode(zlib.compress(json.dumps(tree).encode(), 9)).decode()} for r, run in enumerate(runs) for tree in run["trees"]]
+    def pack(tree):
+        return base64.b64encode(zlib.compress(json.dumps(tree).encode(), 9)).decode()
+    return [{"run": r, "step": tree["step"], "task": tree["task_id"], "data": pack(tree)} for r, run in enumerate(runs) for tree in run["trees"]]
 
 
 def thin_trees(trees, room):
@@ -246,12 +247,14 @@ def page(runs):
             raise BadInput(f"the page needs {package}, which is not installed: pip install {package}")
     import jinja2
     loader = jinja2.FileSystemLoader(Path(__file__).resolve().parent)
-    template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template("report.html.jinja")
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.get_template("report.html.jinja")
     charts = [chart for chart in (draw_chart(runs, i) for i in range(len(CHARTS))) if chart]
     trees = packed_trees(runs)
+    nonce = hashlib.sha256(json.dumps([run["metrics"] for run in runs]).encode()).hexdigest()[:32]  # unknown when text was sampled
     fill = dict(runs=runs, charts=charts, settings=table_of(runs, "settings"), environment=table_of(runs, "environment"),
-                numbers=first_and_last(runs), iterations=max([len(s["iter"]) for run in runs for s in run["scores"]], default=0),
-                nonce=hashlib.sha256(json.dumps([run["metrics"] for run in runs]).encode()).hexdigest()[:32])  # unknown when text was sampled
+                numbers=first_and_last(runs), nonce=nonce,
+                iterations=max([len(s["iter"]) for run in runs for s in run["scores"]], default=0))
 
     def render(kept):
         return template.render(fill, logged=len(trees), kept=len(kept), data={"runs": [run["name"] for run in runs], "trees": kept})
