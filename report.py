@@ -39,8 +39,7 @@ CHARTS = [  # title, {metric: label}, limits of the y axis or None; * is each tu
     ("Response length, tokens", {"length_mean": "mean", "length_max": "longest"}, None),
     ("Truncated responses, share", {"truncated_share": "share"}, (0, 1)),
     ("Pruned nodes, share", {"pruned_share": "share"}, (0, 1)),
-    ("Seconds per step", {"seconds_sampling": "sampling", "seconds_execution": "waiting for programs",
-                          "seconds_optimisation": "optimisation"}, None),
+    ("Seconds per step", {"seconds_sampling": "sampling", "seconds_execution": "execution", "seconds_optimisation": "update"}, None),
     ("Sampled tokens per second", {"tokens_per_second": "tokens/s"}, None),
 ]
 
@@ -130,12 +129,14 @@ def smooth(values, factor=0.6):
 
 
 def draw_chart(runs, number):
-    """Title and inline SVG (colours of the page's stylesheet) of one chart; None if no run has a point."""
+    """Title and inline SVG (colours of the page's stylesheet) of one chart, "" where all is 0; None if no run has a point."""
     title, metrics, limits = CHARTS[number]
     drawn = [lines_of(run, metrics) for run in runs]
     labels = list(dict.fromkeys(label for lines in drawn for label in lines))
     if not labels:
         return None
+    if not any(value for lines in drawn for points in lines.values() for _, value in points):
+        return {"title": title, "svg": ""}
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     figure = Figure(figsize=(4.4, 2.9), layout="constrained")
@@ -150,7 +151,7 @@ def draw_chart(runs, number):
             axes.plot(steps, smooth(values), gid="smooth", **look)
             dots = [p for p in points if p[0] in linked]
             dots = dots[::math.ceil(len(dots) / MAX_LINKS) or 1]
-            axes.scatter([p[0] for p in dots], [p[1] for p in dots], s=9, color=look["color"], gid="points", zorder=3
+            axes.scatter([p[0] for p in dots], [p[1] for p in dots], s=16, color=look["color"], edgecolors="none", gid="points", zorder=3
                          ).set_urls([f"#run={r}&step={step}" for step, _ in dots])
     axes.set(xlabel="step", ylim=limits and (-0.03, 1.03))
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -158,7 +159,7 @@ def draw_chart(runs, number):
     axes.spines[["top", "right"]].set_visible(False)
     if len(labels) > 1:
         figure.legend(handles=[Line2D([], [], color="#c00000", linestyle=styles[label], label=label) for label in labels],
-                      loc="outside upper left", ncols=3, frameon=False, borderpad=0, handlelength=2.4)
+                      loc="outside upper left", ncols=3, frameon=False, borderpad=0, handlelength=2.2, columnspacing=1.5)
     return {"title": title, "svg": svg_of(figure, number, alt_text(title, runs, drawn))}
 
 
@@ -181,7 +182,7 @@ def svg_of(figure, number, alt):
     svg = file.getvalue()[file.getvalue().index("<svg"):]
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.S)
     svg = re.sub(r'<g id="(raw|smooth|points)"', r'<g class="\1"', svg)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg).replace("<a ", '<a tabindex="-1" ')
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg).replace(' target="_blank"', ' tabindex="-1"')  # the pickers serve the keyboard
     view = re.search(r'viewBox="[^"]*"', svg)[0]
     svg = re.sub("<svg[^>]*>", lambda _: f'<svg {view} role="img" aria-label="{html.escape(alt)}">', svg, count=1)
     svg = re.sub(r"#a0000(\d)", r"var(--run\1)", svg)
@@ -221,8 +222,9 @@ def first_and_last(runs):
 
 def packed_trees(runs):
     """Every logged tree: what the pickers need, and the record, compressed. (Siblings repeat each other, so a tenth is left.)"""
-    return [{"run": r, "step": tree["step"], "task": tree["task_id"],
-             "data": base64.b64encode(zlib.compress(json.dumps(tree).encode(), 9)).decode()} for r, run in enumerate(runs) for tree in run["trees"]]
+    def pack(tree):
+        return base64.b64encode(zlib.compress(json.dumps(tree).encode(), 9)).decode()
+    return [{"run": r, "step": tree["step"], "task": tree["task_id"], "data": pack(tree)} for r, run in enumerate(runs) for tree in run["trees"]]
 
 
 def thin_trees(trees, room):
@@ -245,12 +247,14 @@ def page(runs):
             raise BadInput(f"the page needs {package}, which is not installed: pip install {package}")
     import jinja2
     loader = jinja2.FileSystemLoader(Path(__file__).resolve().parent)
-    template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template("report.html.jinja")
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.get_template("report.html.jinja")
     charts = [chart for chart in (draw_chart(runs, i) for i in range(len(CHARTS))) if chart]
     trees = packed_trees(runs)
+    nonce = hashlib.sha256(json.dumps([run["metrics"] for run in runs]).encode()).hexdigest()[:32]  # unknown when text was sampled
     fill = dict(runs=runs, charts=charts, settings=table_of(runs, "settings"), environment=table_of(runs, "environment"),
-                numbers=first_and_last(runs), iterations=max([len(s["iter"]) for run in runs for s in run["scores"]], default=0),
-                nonce=hashlib.sha256(json.dumps([run["metrics"] for run in runs]).encode()).hexdigest()[:32])  # unknown when text was sampled
+                numbers=first_and_last(runs), nonce=nonce,
+                iterations=max([len(s["iter"]) for run in runs for s in run["scores"]], default=0))
 
     def render(kept):
         return template.render(fill, logged=len(trees), kept=len(kept), data={"runs": [run["name"] for run in runs], "trees": kept})

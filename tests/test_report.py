@@ -36,7 +36,8 @@ def tree_at(step, task="task/7", code="def f(x):\n    return x"):
              node(0, 2, 1, "def f(x):\n    return x + 1", 1.0, 1.0, 0.7071), node(0, 2, 1, "def f(x):\n    return x", 0.5, 0.5, -0.7071)]
     groups = [{"parent": -1, "truncated": False, "prompt": "<user>Write f.<assistant>"},
               {"parent": 0, "truncated": True, "prompt": "<user>Write f.<assistant>def f<user>Passed 1 of 2 tests.<assistant>"}]
-    return {"step": step, "task_id": task, "prompt": "Write f.", "tests": ["assert f(1) == 2", "assert f(0) == 1"], "groups": groups, "nodes": nodes}
+    return {"step": step, "task_id": task, "prompt": "Write f.", "tests": ["assert f(1) == 2", "assert f(0) == 1"],
+            "groups": groups, "nodes": nodes}
 
 
 def write_lines(path, rows):
@@ -48,7 +49,8 @@ def write_run(folder, steps=3, shift=0.0, trees=None, **settings):
     (folder / "config.json").write_text(json.dumps({
         "run": {"model": "tiny", "out": None}, "config": {"credit": "mars", "group_size": 3} | settings,
         "environment": {"commit": "abc123def456", "torch": "2.13.0", "machine": "Linux, 2 cores"}}))
-    write_lines(folder / "metrics.jsonl", [{"step": s, "reward_turn1": 0.125 * s + shift, "solved_turn1": 0.5, "reward_turn2": None, "k3_mean": 0.0321,
+    write_lines(folder / "metrics.jsonl", [{"step": s, "reward_turn1": 0.125 * s + shift, "solved_turn1": 0.5, "reward_turn2": None,
+                                            "k3_mean": 0.0321, "pruned_share": 0.0,
                                             "grad_norm": float("nan") if s == 1 else 3.25 + s, "seconds_sampling": 4.5} for s in range(steps)])
     write_lines(folder / "eval.jsonl", [{"step": 0, "iter": [37.3, 40.7]}, {"step": steps, "iter": [62.04, 63.5]}])
     write_lines(folder / "trees.jsonl", [tree_at(s) for s in range(steps)] if trees is None else trees)
@@ -94,6 +96,7 @@ def test_header_table_and_numbers_are_those_of_the_run(one):
     assert "credit mars" in rows and "group_size 3" in rows and "model tiny" in rows and "out -" in rows
     assert "Reward by turn turn 1 0 → 0.25" in rows and "KL to the initial model (k3) mean 0.0321 → 0.0321" in rows
     assert "Gradient norm before clipping 3.25 → 5.25" in rows and "Held-out pass@1, percent Iter-2 40.7 → 63.5" in rows
+    assert "Always 0 and not drawn: Pruned nodes, share." in one and "Pruned nodes, share share 0 → 0" in rows
     assert not any(row.startswith("Entropy") or "turn 2" in row for row in rows)  # what is not there is not drawn as 0
 
 
@@ -112,7 +115,8 @@ def test_overlaid_runs_have_a_legend_colours_and_marked_differences(both):
     reward = re.search(r"<figcaption>Reward by turn</figcaption>.*?</figure>", both, re.S)[0]
     assert "stroke: var(--run0)" in reward and "stroke: var(--run1)" in reward and "var(--run2)" not in reward
     alt = html.unescape(re.search(r'aria-label="([^"]*)"', reward)[1])
-    assert alt == ("Chart over steps: Reward by turn. first, turn 1: 0 at step 0, 0.25 at step 2; second, turn 1: 0.5 at step 0, 0.75 at step 2.")
+    assert alt == ("Chart over steps: Reward by turn. first, turn 1: 0 at step 0, 0.25 at step 2; "
+                   "second, turn 1: 0.5 at step 0, 0.75 at step 2.")
     assert re.search(r'<tr class="differs"><th scope="row">credit ≠</th><td>mars</td><td>mers</td></tr>', both)
     assert both.count('class="differs"') == 1
 
@@ -263,7 +267,8 @@ class Browser:
         self.process = subprocess.Popen(self.command, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                         preexec_fn=lambda: (os.dup2(theirs_in, 3), os.dup2(theirs_out, 4)))
         os.close(theirs_in), os.close(theirs_out)
-        self.out, self.read_from, self.buffer, self.count, self.session, self.complaints, self.loaded = ours_out, ours_in, b"", 0, None, [], 0
+        self.out, self.read_from, self.buffer = ours_out, ours_in, b""
+        self.count, self.session, self.complaints, self.loaded = 0, None, [], 0
         page = next(t for t in self.ask("Target.getTargets")["targetInfos"] if t["type"] == "page")
         self.session = self.ask("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -317,9 +322,8 @@ class Browser:
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
 
-    def screenshot(self, path, whole=False):
-        png = base64.b64decode(self.ask("Page.captureScreenshot", captureBeyondViewport=whole, **(
-            {"clip": {"x": 0, "y": 0, "width": self.run("innerWidth"), "height": self.run("document.body.scrollHeight"), "scale": 1}} if whole else {}))["data"])
+    def screenshot(self, path):
+        png = base64.b64decode(self.ask("Page.captureScreenshot")["data"])
         Path(path).write_bytes(png)
         return png
 
@@ -360,6 +364,8 @@ def test_in_a_browser_a_click_opens_a_program_and_arrows_walk_the_tree(browser, 
     open_page(browser, tmp_path, both)
     assert browser.run("[...document.querySelectorAll('.node')].map(b => b.children[0].textContent)") == [
         "0.50 → 1.00 → +0.71", "1.00 → 1.00 → +0.71", "0.50 → 0.50 → −0.71", "0.00 → 0.00 → –", "– → – → –"]
+    assert browser.run("[...document.querySelectorAll('.node')].map(b => b.children[1].textContent)") == [
+        "#0 x", "#3 x + 1", "#4 unchanged", "#1 0", "#2 no code"]
     assert browser.run("[...document.querySelectorAll('.node.pruned')].map(b => b.dataset.node)") == ["1"]
     assert browser.run("[...document.querySelectorAll('.node.none')].map(b => b.dataset.node)") == ["2"]
     assert text_of(browser, ".edge") == "Passed 1 of 2 tests."
@@ -369,12 +375,14 @@ def test_in_a_browser_a_click_opens_a_program_and_arrows_walk_the_tree(browser, 
     assert "Program 3, turn 2" in said and "reward 1.00 → credit 1.00 → advantage +0.71" in said and "Passed 2 of 2 tests." in said
     assert "(shortened to fit)" in said and "<user>Passed 1 of 2 tests.<assistant>" in said
     assert text_of(browser, "#detail mark") == "def f(x):\n    return x + 1"
-    assert browser.run("[...document.querySelectorAll('.verdicts tr')].map(r => r.textContent)") == ["passedassert f(1) == 2", "passedassert f(0) == 1"]
-    assert browser.run("[...document.querySelectorAll('.cards article pre')].map(p => [...p.children].map(l => l.textContent))") == [
+    assert browser.run("[...document.querySelectorAll('.verdicts tr')].map(r => r.textContent)") == [
+        "passedassert f(1) == 2", "passedassert f(0) == 1"]
+    assert browser.run("[...document.querySelectorAll('.cards pre')].map(p => [...p.children].map(line => line.textContent))") == [
         ["  def f(x):", "-     return x", "+     return x + 1"], ["  def f(x):", "      return x"]]
     for key, program in (("ArrowRight", 4), ("ArrowLeft", 3), ("ArrowUp", 0), ("ArrowRight", 1), ("ArrowLeft", 0), ("ArrowDown", 3)):
         browser.key(key)
-        browser.until(f"document.activeElement.dataset.node === '{program}' && document.querySelector('#detail h3').textContent.startsWith('Program {program},')")
+        browser.until(f"document.activeElement.dataset.node === '{program}' && "
+                      f"document.querySelector('#detail h3').textContent.startsWith('Program {program},')")
     assert browser.complaints == []
 
 
@@ -398,13 +406,14 @@ def test_in_a_browser_the_page_is_as_wide_as_the_window(browser, tmp_path, one, 
     assert browser.run("getComputedStyle(document.body).backgroundColor") == ("rgb(255, 255, 255)" if width == 1280 else "rgb(20, 23, 28)")
     png = browser.screenshot(tmp_path / "page.png")
     assert png.startswith(b"\x89PNG") and int.from_bytes(png[16:20]) == width and len(png) > 10_000
-    too_small = browser.run("[...document.querySelectorAll('button, select')].filter(b => Math.min(b.offsetWidth, b.offsetHeight) < 24).length")
-    assert too_small == 0 and browser.complaints == []
+    sizes = browser.run("[...document.querySelectorAll('button, select')].map(b => Math.min(b.offsetWidth, b.offsetHeight))")
+    assert min(sizes) >= 24 and browser.complaints == []  # WCAG 2.2 AA, target size
 
 
 def test_in_a_browser_hostile_text_is_only_text(browser, tmp_path):
     trees = [tree_at(0, task=HOSTILE, code=HOSTILE) | {"prompt": HOSTILE, "tests": [HOSTILE, HOSTILE]}]
-    open_page(browser, tmp_path, page_of(write_run(tmp_path / "first", trees=trees, model=HOSTILE)), part="#run=0&step=0&prompt=0&node=0")
+    page = page_of(write_run(tmp_path / "first", trees=trees, model=HOSTILE))
+    open_page(browser, tmp_path, page, part="#run=0&step=0&prompt=0&node=0")
     browser.until("document.querySelector('#detail mark')")
     assert text_of(browser, "#task") == HOSTILE and browser.run("document.querySelector('#detail mark').textContent") == HOSTILE
-    assert browser.run("document.title") == "MURPHY: first" and browser.run("document.images.length") == 0 and browser.complaints == []
+    assert browser.run("[document.title, document.images.length]") == ["MURPHY: first", 0] and browser.complaints == []
