@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import credit
+from lora import adapters_off
 from problems import BadInput
 from rollout import Sampling, grow_trees
 
@@ -301,8 +302,9 @@ def optimise(model, reference, trees, optimizer, config):
     token_weights(rows, responses, tokens, config)
     with autocast(model):
         if reference is not None:
-            for row, logprobs in zip(rows, score(reference, rows, config)):
-                row.ref = logprobs
+            with adapters_off(reference):  # with LoRA the reference is the model itself
+                for row, logprobs in zip(rows, score(reference, rows, config)):
+                    row.ref = logprobs
         if config.updates_per_rollout > 1:
             for row, logprobs in zip(rows, score(model, rows, config)):
                 row.old = logprobs

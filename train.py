@@ -3,10 +3,11 @@
     python train.py                                                    the embedded default: tiny/, on a laptop
     python train.py --model DIR --dataset problems.jsonl --steps 200   your model, your problems
     torchrun --nproc_per_node 8 train.py --model allenai/OLMo-2-1124-7B-Instruct
+    python train.py --model NAME --lora-rank 16                        train adapters only, see lora.py
     python train.py --resume runs/NAME                                 go on after the newest whole checkpoint
 
 A run folder holds config.json, metrics.jsonl (a line a step), trees.jsonl (whole trees of a few prompts a step), eval.jsonl,
-curves.png, and checkpoints/step-N (Hugging Face format in fp32, with optimizer.pt beside it).
+curves.png, and checkpoints/step-N (Hugging Face format in fp32, with optimizer.pt and LoRA's adapters.pt beside it).
 
 What it simplifies: every process holds the whole model in fp32 with its Adam state (16 bytes a parameter, and 4 more for
 the reference model where beta > 0), so the largest model is what one GPU holds. Bad input ends with one sentence and exit code 2.
@@ -33,6 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from executor import Executor
+from lora import adapter_state, add_adapters, merged
 from murphy import MurphyConfig, all_reduce, autocast, murphy_step
 from problems import BadInput, load_problems
 from rollout import evaluate, prefix_of, prefix_room
@@ -52,6 +54,9 @@ RUN_FLAGS = [  # name, type, default, help
     ("eval_problems", int, None, "evaluate on the first N held-out problems only"),
     ("eval_every", int, 0, "evaluate every N steps as well; 0: before and after the run only"),
     ("eval_iterations", int, 3, "attempts per problem in evaluation: Iter-1 ... Iter-N; the paper reports 1, 3 and 5"),
+    ("lora_rank", int, None, "train adapters of this rank beside the frozen weights (lora.py), so that 7B fits 24-48 GB; the default "
+                             "learning rate is then ten times as high (default: off)"),
+    ("lora_alpha", float, None, "adapters are scaled by alpha / rank (default: twice the rank)"),
     ("out", str, None, "run folder (default: runs/ and a name from the time and the settings)"),
     ("save_every", int, 50, "checkpoint every N steps, and at the end"),
     ("keep", int, 2, "checkpoints kept"),
@@ -89,6 +94,8 @@ def settings_of(argv):
     config = {f.name: f.default for f in fields(MurphyConfig)}
     embedded = given.get("model", "tiny") == "tiny"
     config |= EMBEDDED if embedded else {}
+    if given.get("lora_rank"):
+        config["learning_rate"] *= 10
     run |= {k: v for k, v in given.items() if k in run}
     config |= {k: v for k, v in given.items() if k in config}
     run["dataset"] = run["dataset"] or ("tiny" if embedded else "KodCode/KodCode-V1")
@@ -105,7 +112,7 @@ def resumed_settings(folder, given):
         config = MurphyConfig(**saved["config"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{folder} is no run folder of train.py ({error}); give the folder that holds config.json") from None
-    return saved["run"], checked(replace(config, **given)), folder
+    return {name: default for name, _, default, _ in RUN_FLAGS} | saved["run"], checked(replace(config, **given)), folder
 
 
 def checked(config):
@@ -114,9 +121,12 @@ def checked(config):
 
 
 def check_run(run):
-    for name, low in dict(max_problems=1, eval_problems=1, eval_every=0, eval_iterations=1, save_every=1, keep=1, log_trees=0, workers=1).items():
+    for name, low in dict(max_problems=1, eval_problems=1, eval_every=0, eval_iterations=1, save_every=1, keep=1, log_trees=0, workers=1,
+                          lora_rank=1).items():
         if run[name] is not None and run[name] < low:
             raise BadInput(f"--{name.replace('_', '-')} is {run[name]}; it must be at least {low}")
+    if run["lora_alpha"] is not None and not (run["lora_rank"] and 0 < run["lora_alpha"] < float("inf")):
+        raise BadInput(f"--lora-alpha is {run['lora_alpha']}; it must be above 0, and go with --lora-rank")
     return run
 
 
@@ -170,11 +180,11 @@ def one_line(error):
     return " ".join(str(error).split())[:300]
 
 
-def load_model(path, device):
+def load_model(path, device, dtype=torch.float32):
     """fp32 weights (masters of bf16 compute on CUDA), sdpa attention (the packed mask needs it), dropout off."""
     hf_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError, KeyError) as error:
         raise BadInput(f"cannot load the weights of {path}: {one_line(error)}") from None
     for module in model.modules():  # sampled and trained distributions must be the same
@@ -183,6 +193,17 @@ def load_model(path, device):
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
     return model.to(device).eval()
+
+
+def load_trained(path, last, device, run, config):
+    """The model to train, at checkpoint `last` if there is one, and its reference (the model before training; None if beta is 0)."""
+    if not run["lora_rank"]:
+        return load_model(last or path, device), load_model(path, device).requires_grad_(False) if config.beta > 0 else None
+    frozen = torch.bfloat16 if device.type == "cuda" else torch.float32  # never updated, so no fp32 master is needed
+    model = add_adapters(load_model(path, device, frozen), run["lora_rank"], run["lora_alpha"] or 2 * run["lora_rank"], config.seed)
+    if last:
+        model.load_state_dict(torch.load(last / "adapters.pt", map_location=device), strict=False)
+    return model, model if config.beta > 0 else None
 
 
 class Config:
@@ -248,7 +269,7 @@ def tree_record(tree, step):
 
 
 def checkpoint_bytes(model):
-    return sum(p.numel() for p in model.parameters()) * 12  # fp32 weights, two Adam moments
+    return sum(p.numel() * (12 if p.requires_grad else 4) for p in model.parameters())  # fp32 weights, two Adam moments
 
 
 def check_disk(folder, model):
@@ -264,7 +285,9 @@ def save_checkpoint(folder, model, tokenizer, optimizer, step, keep):
     part = final.with_name(final.name + ".part")
     try:
         shutil.rmtree(part, ignore_errors=True)
-        model.save_pretrained(part)
+        model.save_pretrained(part, state_dict=merged(model))
+        if adapter_state(model):  # the merged weights are for others; a resumed run starts from base and adapters
+            torch.save(adapter_state(model), part / "adapters.pt")
         tokenizer.save_pretrained(part)
         torch.save(optimizer.state_dict(), part / "optimizer.pt")
         shutil.rmtree(final, ignore_errors=True)
@@ -330,14 +353,13 @@ def train(argv):
     last = checkpoints(folder)[-1] if checkpoints(folder) else None
     done = int(last.name.split("-")[1]) if last else 0
 
-    # fp32 weights; the reference is the model before training, also after a resume
-    model = load_model(last or path, device)
-    reference = load_model(path, device).requires_grad_(False) if config.beta > 0 else None
+    model, reference = load_trained(path, last, device, run, config)
     check_disk(folder, model)
     if run["gradient_checkpointing"]:
         model.activation_checkpointing_enable()
         model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay)
     if last:
         optimizer.load_state_dict(torch.load(last / "optimizer.pt", map_location=device))
     if first and resumed:
