@@ -279,6 +279,7 @@ def update(model, rows, optimizer, config):
     finite = math.isfinite(loss) and math.isfinite(grad_norm)  # sums over all processes, so all decide alike
     if tokens and finite:  # with Adam's momentum, a step on no gradient at all would still move the weights
         optimizer.step()
+        torch.clear_autocast_cache()  # or a second update on this rollout would read bf16 copies of the old weights
     return {"skipped": not finite, "loss": loss, "k3_mean": k3, "k3_max": k3_max.item(), "clip_share": clipped / max(tokens, 1),
             "entropy": entropy / tokens if tokens else None, "grad_norm": grad_norm}
 

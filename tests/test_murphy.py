@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import murphy
 from common import random_model, slow_logprobs
 from murphy import (MurphyConfig, assign_credit, kept_nodes, optimise, pack, pack_tree, packed_logprobs, row_loss, sync_and_clip,
                     token_losses, token_weights)
@@ -350,3 +351,13 @@ def test_pruned_nodes_leave_loss_and_denominator():
 def test_values_that_cannot_be_meant_name_their_flag(change, flag):
     with pytest.raises(BadInput, match=flag):
         replace(CONFIG, **change).check()
+
+
+def test_a_second_update_reads_the_weights_of_the_first_under_autocast(monkeypatch):
+    """Autocast keeps bf16 copies of weights; two updates on a rollout must equal those without that cache."""
+    config, losses = replace(CONFIG, beta=0.1, updates_per_rollout=2), []
+    for cached in (True, False):
+        monkeypatch.setattr(murphy, "autocast", lambda model: torch.autocast("cpu", torch.bfloat16, cache_enabled=cached))
+        model = random_model()
+        losses.append(optimise(model, random_model(), credited(config), torch.optim.AdamW(model.parameters(), lr=1e-2), config)["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
