@@ -4,6 +4,7 @@
     python train.py --model DIR --dataset problems.jsonl --steps 200   your model, your problems
     torchrun --nproc_per_node 8 train.py --model allenai/OLMo-2-1124-7B-Instruct
     python train.py --model NAME --lora-rank 16                        train adapters only, see lora.py
+    python train.py --plan --model NAME --gpus 8 --gpu-gib 80          the memory it needs, without a GPU or any weights
     python train.py --resume runs/NAME                                 go on after the newest whole checkpoint
 
 A run folder holds config.json, metrics.jsonl (a line a step), trees.jsonl (whole trees of a few prompts a step), eval.jsonl,
@@ -36,6 +37,7 @@ from transformers.utils import logging as hf_logging
 from executor import Executor
 from lora import adapter_state, add_adapters, merged
 from murphy import MurphyConfig, all_reduce, autocast, murphy_step
+from plan import GIB, Setup, advice, memory_plan, parameter_count, plan_text
 from problems import BadInput, load_problems
 from rollout import evaluate, prefix_of, prefix_room
 
@@ -73,6 +75,10 @@ def build_parser():
     run.add_argument("--resume", metavar="RUN", help="go on with this run folder, with its settings; only --steps may be given beside it")
     run.add_argument("--gradient-checkpointing", action="store_true", default=None, help="recompute activations in the backward pass: "
                      "less memory, about a third more time")
+    run.add_argument("--plan", action="store_true", default=None, help="print the memory plan of this run (plan.py) and stop")
+    run.add_argument("--gpus", type=int, help="GPUs that the plan is for (default: those of this machine, or 1)")
+    run.add_argument("--gpu-gib", type=float, help="memory of one GPU in GiB, for the plan (default: this machine's, or 80); in a run it "
+                     "replaces the free memory that the plan is held against")
     groups = {"run": run}
     for f in fields(MurphyConfig):
         name = f.metadata["group"]
@@ -90,7 +96,7 @@ def settings_of(argv):
     resume = given.pop("resume", None)
     if resume is not None:
         return resumed_settings(Path(resume), given)
-    run = {name: default for name, _, default, _ in RUN_FLAGS} | {"gradient_checkpointing": False}
+    run = {name: default for name, _, default, _ in RUN_FLAGS} | {"gradient_checkpointing": False, "gpu_gib": None}
     config = {f.name: f.default for f in fields(MurphyConfig)}
     embedded = given.get("model", "tiny") == "tiny"
     config |= EMBEDDED if embedded else {}
@@ -163,14 +169,23 @@ def check_replicas(model):
 
 # ---------------------------------------------------------------- model and data
 
-def load_tokenizer(name):
+def load_config(name):
+    """A model's config, before any weights. Returns (config, path)."""
     path = str(TINY) if name == "tiny" else name
     if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise BadInput(f"there is no model folder {path}; give a folder with config.json and weights, or a Hub name")
     try:
-        tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path), path
     except (OSError, ValueError, KeyError) as error:
         raise BadInput(f"cannot load the model {name}: {one_line(error)}") from None
+
+
+def load_tokenizer(name):
+    config, path = load_config(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"cannot load the tokenizer of {name}: {one_line(error)}") from None
     if not tokenizer.chat_template:
         raise BadInput(f"the model {name} has no chat template; use an instruct model, or add chat_template to its tokenizer")
     return tokenizer, config, path
@@ -204,6 +219,65 @@ def load_trained(path, last, device, run, config):
     if last:
         model.load_state_dict(torch.load(last / "adapters.pt", map_location=device), strict=False)
     return model, model if config.beta > 0 else None
+
+
+def enable_checkpointing(model):
+    """Recompute the blocks' activations in the backward pass.
+
+    Checkpoints that are not re-entrant need no input with gradients; such inputs would be leaves in sampling, and autocast
+    keeps its copy of every leaf: of the embedding of each sampled token, until the rollout ends.
+    """
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    model.disable_input_require_grads()
+    model.train()
+
+
+def memory_setup(run, config, gpus, cuda):
+    return Setup(gpus=gpus, cuda=cuda, lora_rank=run["lora_rank"], checkpointing=run["gradient_checkpointing"], reference=config.beta > 0,
+                 group_size=config.group_size, max_new_tokens=config.max_new_tokens, batch_tokens=config.batch_tokens,
+                 row_tokens=config.row_tokens)
+
+
+def print_plan(argv):
+    """--plan: the memory plan of a run with these flags, from the model's config alone."""
+    asked, (run, config, _) = build_parser().parse_args(argv), settings_of(argv)
+    gpus = asked.gpus if asked.gpus is not None else max(1, torch.cuda.device_count())
+    here = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else 80.0
+    gib = asked.gpu_gib if asked.gpu_gib is not None else here
+    if gpus < 1 or not gib > 0:
+        raise BadInput(f"--gpus is {gpus} and --gpu-gib is {gib:g}; they must be at least 1, and above 0")
+    model_config, _ = load_config(run["model"])
+    print(f"{run['model']}: {parameter_count(model_config) / 1e9:.3f} billion parameters")
+    print(plan_text(model_config, memory_setup(run, config, gpus, cuda=True), gib))
+
+
+def free_gib(device):
+    """Memory that one process can still have: of its GPU, or its share of the machine's; infinite where nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] / GIB
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return float("inf")
+    kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return kib * 1024 / GIB / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def check_memory(run, config, model_config, device, world):
+    """Refuse, before loading, what a GPU cannot hold; on the CPU warn, and refuse what needs more than twice what is free.
+
+    Small models on the CPU (weights, gradients and Adam state below a tenth of what is free) are not worth the second it takes.
+    """
+    cuda, free = device.type == "cuda", run.get("gpu_gib") or free_gib(device)
+    if not cuda and 20 * parameter_count(model_config) < 0.1 * free * GIB:
+        return
+    setup = memory_setup(run, config, world, cuda)
+    need = memory_plan(model_config, setup)["total"] / GIB
+    if need > free:
+        said = f"training {run['model']} needs about {need:.1f} GiB a process, and {free:.1f} are free"
+        if cuda or need > 2 * free:
+            raise BadInput(f"{said}. {advice(model_config, setup, free)} (--plan shows the parts)")
+        print(f"warning: {said}", file=sys.stderr)
 
 
 class Config:
@@ -349,6 +423,7 @@ def train(argv):
     problems = load_problems(run["dataset"], limit=run["max_problems"], seed=config.seed)
     held_out = load_problems(run["eval_dataset"], limit=run["eval_problems"], split="heldout") if run["eval_dataset"] else []
     check_prompts(problems + held_out, tokenizer, model_config, config.sampling)
+    check_memory(run, config, model_config, device, world)
     folder = resumed or from_first(new_folder(run, config) if first else None)
     last = checkpoints(folder)[-1] if checkpoints(folder) else None
     done = int(last.name.split("-")[1]) if last else 0
@@ -356,8 +431,7 @@ def train(argv):
     model, reference = load_trained(path, last, device, run, config)
     check_disk(folder, model)
     if run["gradient_checkpointing"]:
-        model.activation_checkpointing_enable()
-        model.train()
+        enable_checkpointing(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay)
     if last:
@@ -458,7 +532,7 @@ class StopFlag:
 
 def main(argv=None):
     try:
-        train(argv)
+        print_plan(argv) if build_parser().parse_args(argv).plan else train(argv)
     except BadInput as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2

@@ -12,7 +12,7 @@ from lora import adapted, adapter_state, adapters_off, add_adapters, merged
 from murphy import optimise, pack, packed_logprobs
 from test_murphy import ADVANTAGES, CONFIG, PREFIX, RESPONSES, credited
 from test_train import SMALL, lines, main, refused, settings_of, weights, without_times
-from train import TINY, load_model
+from train import TINY, enable_checkpointing, load_model
 
 
 def base_model(family):
@@ -67,8 +67,7 @@ def test_gradients_follow_the_chain_rule_and_only_adapters_have_them(family, che
     model, plain = with_adapters(base), copy.deepcopy(base)
     plain.load_state_dict(merged(model))
     if checkpointing:
-        model.activation_checkpointing_enable()
-        model.train()
+        enable_checkpointing(model)
     for m in (model, plain):
         (logprobs(m) * torch.linspace(-1, 1, sum(map(len, RESPONSES)))).sum().backward()
     for name, m in adapted(model).items():
