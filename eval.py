@@ -31,10 +31,11 @@ from tqdm import tqdm
 
 from benchmarks import BENCHMARKS, load_benchmark
 from executor import Executor, Limits
+from models import check_prompts, load_model, load_tokenizer
 from murphy import autocast
 from problems import BadInput
 from rollout import Sampling, chains_of, grow_trees, solved_by_turn
-from train import append, check_prompts, load_model, load_tokenizer, write_beside
+from runs import append, write_beside
 
 BLOCK = 64  # problems grown together; a kill loses at most the block in progress
 

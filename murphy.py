@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import credit
+from lora import adapters_off
 from problems import BadInput
 from rollout import Sampling, grow_trees
 from sharding import device_of, is_sharded, unsharded
@@ -349,8 +350,9 @@ def optimise(model, reference, trees, optimizer, config):
     if is_sharded(model):
         fill(rows, device_of(model))
     if reference is not None:
-        for row, logprobs in zip(rows, score(reference, rows, config)):
-            row.ref = logprobs
+        with adapters_off(reference):  # with LoRA the reference is the model itself
+            for row, logprobs in zip(rows, score(reference, rows, config)):
+                row.ref = logprobs
     if config.updates_per_rollout > 1:
         for row, logprobs in zip(rows, score(model, rows, config)):
             row.old = logprobs

@@ -241,9 +241,9 @@ def prefix_of(tokenizer, problem, node, feedback, max_tokens, instruction=FIX_IN
     return ids, node is not None
 
 
-def prefix_room(model, tokenizer, sampling):
+def prefix_room(config, tokenizer, sampling):
     """Tokens that a prefix may have, so that prefix + max_new_tokens fit the model's context."""
-    context = min(getattr(model.config, "max_position_embeddings", None) or 10**9, tokenizer.model_max_length)
+    context = min(getattr(config, "max_position_embeddings", None) or 10**9, tokenizer.model_max_length)
     return context - sampling.max_new_tokens
 
 
@@ -262,7 +262,7 @@ def grow_trees(model, tokenizer, problems, executor, *, turns, group_size, branc
     time spent in "sampling", and in waiting for "execution", is added; `bar` a tqdm whose description tells how far it is.
     Returns: list of Tree, with verdicts and rewards; credits and advantages are None.
     """
-    stop, room = stop_ids(model, tokenizer), prefix_room(model, tokenizer, sampling)
+    stop, room = stop_ids(model, tokenizer), prefix_room(model.config, tokenizer, sampling)
     trees, verdicts = [Tree(problem) for problem in problems], {}
     frontier = [(tree, -1) for tree in trees]
     for turn in range(1, turns + 1):

@@ -3,14 +3,13 @@
     python train.py                                                    the embedded default: tiny/, on a laptop
     python train.py --model DIR --dataset problems.jsonl --steps 200   your model, your problems
     torchrun --nproc_per_node 8 train.py --model allenai/OLMo-2-1124-7B-Instruct
+    python train.py --model NAME --lora-rank 16                        train adapters only, see lora.py
+    python train.py --plan --model NAME --gpus 8 --gpu-gib 80          the memory it needs, without a GPU or any weights
     python train.py --resume runs/NAME                                 go on after the newest whole checkpoint
 
-A run folder holds config.json, metrics.jsonl (a line a step), trees.jsonl (whole trees of a few prompts a step), eval.jsonl,
-curves.png, and checkpoints/step-N (Hugging Face format in fp32, with optimizer.pt beside it). report.py makes a page of it.
-
-Under torchrun on GPUs a model of more than a billion parameters is sharded (--shard, sharding.py); a smaller one is replicated: every
-process then holds it in fp32 with its Adam state (16 bytes a parameter, and 4 more for the reference model where beta > 0).
-Bad input ends with one sentence and exit code 2.
+The method is in murphy.py; here are the flags, the processes and the loop over steps. Models are loaded by models.py, the run folder is
+written by runs.py, and report.py makes a page of it. Under torchrun on GPUs a model of more than a billion parameters is sharded
+(--shard, sharding.py); a smaller one is copied to every process. Bad input ends with one sentence and exit code 2.
 """
 import os
 
@@ -18,32 +17,26 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting thr
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import argparse
-import importlib
 import json
-import platform
 import random
-import shutil
 import signal
-import subprocess
 import sys
-import time
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import transformers
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as hf_logging
 
 from executor import Executor
-from murphy import MurphyConfig, all_reduce, autocast, hidden_states, murphy_step, pack
+from models import check_prompts, enable_checkpointing, load_config, load_tokenizer, load_trained, size_of, wants_checkpointing
+from murphy import MurphyConfig, all_reduce, autocast, murphy_step
+from plan import GIB, check_memory, memory_setup, parameter_count, plan_text
 from problems import BadInput, load_problems
-from rollout import evaluate, prefix_of, prefix_room
-from sharding import is_sharded, load_optimizer_state, shard, unsharded, whole_optimizer_state, whole_state
+from rollout import evaluate
+from runs import append, check_disk, check_loggers, checkpoints, cut_log, log, new_folder, open_loggers, read_log, report, save_checkpoint, tree_record
+from sharding import is_sharded, load_optimizer_state, unsharded
 
-TINY = Path(__file__).resolve().parent / "tiny"
 EMBEDDED = dict(learning_rate=5e-4, beta=0.0, steps=30, max_new_tokens=48, prompts_per_step=8)  # defaults with tiny/
 
 
@@ -58,6 +51,9 @@ RUN_FLAGS = [  # name, type, default, help
     ("eval_problems", int, None, "evaluate on the first N held-out problems only"),
     ("eval_every", int, 0, "evaluate every N steps as well; 0: before and after the run only"),
     ("eval_iterations", int, 3, "attempts per problem in evaluation: Iter-1 ... Iter-N; the paper reports 1, 3 and 5"),
+    ("lora_rank", int, None, "train adapters of this rank beside the frozen weights (lora.py), so that 7B fits 24-48 GB; the default "
+                             "learning rate is then ten times as high (default: off)"),
+    ("lora_alpha", float, None, "adapters are scaled by alpha / rank (default: twice the rank)"),
     ("out", str, None, "run folder (default: runs/ and a name from the time and the settings)"),
     ("save_every", int, 50, "checkpoint every N steps, and at the end"),
     ("keep", int, 2, "checkpoints kept"),
@@ -66,10 +62,8 @@ RUN_FLAGS = [  # name, type, default, help
     ("shard", str, "auto", "under torchrun: full shards weights, gradients and Adam state over the processes (FSDP2), none copies them, "
                            "auto is full for more than a billion parameters on GPUs"),
 ]
-
-
-SWITCHES = {"gradient_checkpointing": None, "cpu_offload": False, "tensorboard": False, "wandb": False}
-BESIDE_RESUME = ["steps", "shard", "cpu_offload", "gradient_checkpointing", "workers"]
+SWITCHES = {"gradient_checkpointing": None, "cpu_offload": False, "gpu_gib": None, "tensorboard": False, "wandb": False}
+BESIDE_RESUME = ["steps", "shard", "cpu_offload", "gradient_checkpointing", "workers", "gpu_gib"]
 
 
 def flag(name):
@@ -87,6 +81,10 @@ def build_parser():
                      "backward pass: less memory, about a third more time (default: for more than a billion parameters)")
     run.add_argument("--cpu-offload", action="store_true", default=None, help="with --shard full, keep the shards in the host's memory: "
                      "the least GPU memory, slower steps")
+    run.add_argument("--plan", action="store_true", default=None, help="print the memory plan of this run (plan.py) and stop")
+    run.add_argument("--gpus", type=int, help="GPUs that the plan is for (default: those of this machine, or 1)")
+    run.add_argument("--gpu-gib", type=float, help="memory of one GPU in GiB, for the plan (default: this machine's, or 80); in a run it "
+                     "replaces the free memory that the plan is held against")
     run.add_argument("--tensorboard", action="store_true", default=None, help="log the metrics to RUN/tensorboard as well")
     run.add_argument("--wandb", action="store_true", default=None, help="log the metrics to Weights & Biases as well")
     groups = {"run": run}
@@ -110,11 +108,13 @@ def settings_of(argv):
     config = {f.name: f.default for f in fields(MurphyConfig)}
     embedded = given.get("model", "tiny") == "tiny"
     config |= EMBEDDED if embedded else {}
+    if given.get("lora_rank"):
+        config["learning_rate"] *= 10
     run |= {k: v for k, v in given.items() if k in run}
     config |= {k: v for k, v in given.items() if k in config}
     run["dataset"] = run["dataset"] or ("tiny" if embedded else "KodCode/KodCode-V1")
     run["eval_dataset"] = run["eval_dataset"] or ("tiny" if embedded else None)
-    return check_run(run), checked(MurphyConfig(**config)), None
+    return check_run(run, "plan" in given), checked(MurphyConfig(**config)), None
 
 
 def resumed_settings(folder, given):
@@ -138,27 +138,22 @@ def checked(config):
     return config
 
 
-def check_run(run):
-    for name, low in dict(max_problems=1, eval_problems=1, eval_every=0, eval_iterations=1, save_every=1, keep=1, log_trees=0, workers=1).items():
+def check_run(run, planned=False):
+    for name, low in dict(max_problems=1, eval_problems=1, eval_every=0, eval_iterations=1, save_every=1, keep=1, log_trees=0, workers=1,
+                          lora_rank=1).items():
         if run[name] is not None and run[name] < low:
             raise BadInput(f"{flag(name)} is {run[name]}; it must be at least {low}")
     if run["shard"] not in ("auto", "none", "full"):
         raise BadInput(f"--shard is {run['shard']}; choose one of auto, none, full")
-    if run["shard"] == "full" and "RANK" not in os.environ:
+    if run["lora_alpha"] is not None and not (run["lora_rank"] and 0 < run["lora_alpha"] < float("inf")):
+        raise BadInput(f"--lora-alpha is {run['lora_alpha']}; it must be above 0, and go with --lora-rank")
+    if run["lora_rank"] and (run["shard"] == "full" or run["cpu_offload"]):
+        raise BadInput("--lora-rank trains copies of a frozen base, which are small; leave out --shard full and --cpu-offload")
+    if run["shard"] == "full" and "RANK" not in os.environ and not planned:
         raise BadInput("--shard full needs several processes; start train.py with torchrun --nproc_per_node N")
     if run["cpu_offload"] and run["shard"] == "none":
         raise BadInput("--cpu-offload moves shards to the host, and --shard none makes none; use --shard full")
     return run
-
-
-def check_loggers(run):
-    """Raises BadInput if a logger is asked for and its package is not there."""
-    for package in ("tensorboard", "wandb"):
-        try:
-            if run[package]:
-                importlib.import_module(package)
-        except ImportError:
-            raise BadInput(f"--{package} needs the package {package}: pip install {package}, or leave the flag out") from None
 
 
 # ---------------------------------------------------------------- processes
@@ -192,88 +187,7 @@ def check_replicas(model):
             raise RuntimeError(f"the weights of the processes differ: checksums from {low.item()} to {high.item()}")
 
 
-# ---------------------------------------------------------------- model and data
-
-def load_tokenizer(name):
-    path = str(TINY) if name == "tiny" else name
-    if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise BadInput(f"there is no model folder {path}; give a folder with config.json and weights, or a Hub name")
-    try:
-        tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise BadInput(f"cannot load the model {name}: {one_line(error)}") from None
-    if not tokenizer.chat_template:
-        raise BadInput(f"the model {name} has no chat template; use an instruct model, or add chat_template to its tokenizer")
-    return tokenizer, config, path
-
-
-def one_line(error):
-    return " ".join(str(error).split())[:300]
-
-
-def load_model(path):
-    """On the CPU: fp32 weights (masters of bf16 compute on CUDA), sdpa attention (the packed mask needs it), dropout off."""
-    hf_logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
-    except (OSError, ValueError, KeyError) as error:
-        raise BadInput(f"cannot load the weights of {path}: {one_line(error)}") from None
-    for module in model.modules():  # sampled and trained distributions must be the same
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
-    check_head(model)
-    return model.eval()
-
-
-def check_head(model):
-    """Refuse a model that scales or caps its logits behind the head: murphy.packed_logprobs applies the head itself."""
-    row = pack([1, 2], [[3]], [0.0])
-    with torch.no_grad():
-        hidden, head = hidden_states(model, row)
-        logits = model(input_ids=row.input_ids[:, :2]).logits[0, -1:]
-        if not torch.allclose(head(hidden), logits, rtol=1e-3, atol=1e-3):
-            raise BadInput(f"{type(model).__name__} changes its logits behind the language-model head, which the loss here does not do; "
-                           "use another model")
-
-
-def place_model(path, device, run):
-    """load_model on the device: whole, or sharded as --shard says. The processes of a machine load one after another, so that
-    the host holds one whole model at a time."""
-    for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", 1))):
-        if turn == int(os.environ.get("LOCAL_RANK", 0)):
-            model = load_model(path)
-            model = shard(model, device.type, run["cpu_offload"]) if wants_shards(model, run, device) else model.to(device)
-        if dist.is_initialized():
-            dist.barrier()
-    return model
-
-
-BIG = 1_000_000_000  # parameters
-
-
-def size_of(model):
-    return sum(p.numel() for p in model.parameters())
-
-
-def wants_shards(model, run, device):
-    auto = device.type == "cuda" and size_of(model) > BIG and dist.is_initialized() and dist.get_world_size() > 1
-    return run["shard"] == "full" or run["shard"] == "auto" and (auto or dist.is_initialized() and run["cpu_offload"])
-
-
-class Config:
-    """Stands for a model that is not loaded yet where only its config is asked for."""
-    def __init__(self, config):
-        self.config = config
-
-
-def check_prompts(problems, tokenizer, model_config, sampling):
-    """Every task must fit the context beside a whole response, before any weights are loaded."""
-    room = prefix_room(Config(model_config), tokenizer, sampling)
-    for problem in problems:
-        prefix_of(tokenizer, problem, None, None, room)
-
+# ---------------------------------------------------------------- a step's problems, evaluation, progress
 
 def problems_of_step(count, per_step, step, seed):
     """Indices of the problems of a step: epochs over a shuffle that depends on the seed and the epoch alone."""
@@ -285,137 +199,6 @@ def problems_of_step(count, per_step, step, seed):
     return indices
 
 
-# ---------------------------------------------------------------- run folder
-
-def environment(world):
-    """Versions, commit and machine, as a dict of str: what a reader of the run must know beside its settings."""
-    try:
-        git = subprocess.run(["git", "-C", str(TINY.parent), "describe", "--always", "--dirty", "--abbrev=12"],
-                             capture_output=True, text=True).stdout.strip()
-    except OSError:
-        git = ""
-    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return {"started": time.strftime("%Y-%m-%d %H:%M:%S %z"), "commit": git or "unknown", "python": platform.python_version(),
-            "torch": torch.__version__, "transformers": transformers.__version__, "processes": str(world),
-            "machine": f"{platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} cores{gpu}"}
-
-
-def new_folder(run, config, world):
-    what = [config.method] + ([config.credit, config.prune] if config.method == "murphy" else [])
-    name = time.strftime("%Y%m%d-%H%M%S-") + "-".join(what) + f"-seed{config.seed}"
-    folder = Path(run["out"] or Path("runs") / name)
-    if (folder / "config.json").exists():
-        raise BadInput(f"{folder} holds a run already; go on with it by --resume {folder}, or give another --out")
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    write_beside(folder / "config.json", json.dumps(
-        {"run": run, "config": asdict(config), "environment": environment(world)}, indent=1) + "\n")
-    return folder
-
-
-def read_log(path):
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def append(path, record):
-    with open(path, "a") as file:
-        file.write(json.dumps(record) + "\n")
-
-
-def cut_log(path, steps):
-    """Drop lines of steps at or after `steps` (written after the checkpoint we go on from), and a half-written last line."""
-    if path.exists():
-        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        write_beside(path, "".join(line for line in lines if json.loads(line)["step"] < steps))
-
-
-def write_beside(path, text):
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(text)
-    temporary.replace(path)
-
-
-def open_loggers(run, config, folder, done):
-    """What --tensorboard and --wandb ask for, as functions (step, {name: number}). metrics.jsonl stays the source of truth."""
-    loggers = []
-    if run["tensorboard"]:
-        from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done)
-
-        def tensorboard(step, values):
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
-            writer.flush()
-        loggers.append(tensorboard)
-    if run["wandb"]:
-        import wandb
-        board = wandb.init(project="murphy", name=folder.name, id=folder.name, resume="allow", dir=str(folder),
-                           config=run | asdict(config))
-        loggers.append(lambda step, values: board.log(values, step=step))
-    return loggers
-
-
-def log(loggers, step, values):
-    """Numbers only: a metric that is not there (None) is left out, not 0."""
-    for logger in loggers:
-        logger(step, {name: float(value) for name, value in values.items() if value is not None})
-
-
-def tree_record(tree, step, tokenizer):
-    """A whole tree as plain data: the tests, per group the prompt as the model read it (chat markup included), and the nodes."""
-    nodes = [{"parent": n.parent, "turn": n.turn, "group": n.group, "text": n.text, "code": n.code, "reward": n.reward,
-              "credit": n.credit, "advantage": n.advantage, "truncated": n.truncated, "tokens": len(n.response_ids),
-              "status": n.verdict.status, "feedback": n.verdict.feedback()} for n in tree.nodes]
-    groups = [{"parent": g.parent, "truncated": g.truncated, "prompt": tokenizer.decode(g.prefix_ids)} for g in tree.groups]
-    return {"step": step, "task_id": tree.problem.task_id, "prompt": tree.problem.prompt,
-            "tests": [shown_test(test) for test in tree.problem.tests], "groups": groups, "nodes": nodes}
-
-
-def shown_test(test):
-    """A test in words, for people."""
-    shown = {"stdin": f"stdin {test.input!r} -> {test.expected!r}",
-             "call": f"{test.entry_point}({', '.join(test.input.splitlines())}) == {test.expected}"}
-    return shown.get(test.kind, test.code)
-
-
-def checkpoint_bytes(model):
-    return size_of(model) * 12  # fp32 weights, two Adam moments
-
-
-def check_disk(folder, model):
-    free, need = shutil.disk_usage(folder).free, 2 * checkpoint_bytes(model)
-    if free < need:
-        raise BadInput(f"{folder} has {free / 2**30:.1f} GiB free and its checkpoints need {need / 2**30:.1f}; "
-                       "free some space, or give --out on another disk")
-
-
-def save_checkpoint(folder, model, tokenizer, optimizer, step, keep):
-    """Written beside and renamed, so that whatever carries the final name is whole; then the oldest go."""
-    final = folder / "checkpoints" / f"step-{step:06d}"
-    part = final.with_name(final.name + ".part")
-    weights, moments = whole_state(model), whole_optimizer_state(model, optimizer)  # by all processes together
-    if dist.is_initialized() and dist.get_rank() > 0:
-        return
-    try:
-        shutil.rmtree(part, ignore_errors=True)
-        model.save_pretrained(part, state_dict=weights)
-        tokenizer.save_pretrained(part)
-        torch.save(moments, part / "optimizer.pt")
-        shutil.rmtree(final, ignore_errors=True)
-        part.rename(final)
-    except Exception as error:  # safetensors, torch and the OS each raise their own kind for a full disk
-        shutil.rmtree(part, ignore_errors=True)
-        raise BadInput(f"cannot write the checkpoint {final}: {one_line(error)}; earlier checkpoints are whole, so free some "
-                       f"space and run train.py --resume {folder}") from None
-    for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
-
-
-def checkpoints(folder):
-    return sorted(p for p in (folder / "checkpoints").glob("step-*") if not p.name.endswith(".part"))
-
-
-# ---------------------------------------------------------------- evaluation and logs
-
 def held_out_scores(model, tokenizer, problems, executor, run, config, rank, world, bar=None):
     """Iter-1 ... Iter-k pass@1 in percent over all processes, greedy."""
     sampling = replace(config.sampling, temperature=0.0)
@@ -423,12 +206,6 @@ def held_out_scores(model, tokenizer, problems, executor, run, config, rank, wor
         _, solved = evaluate(model, tokenizer, problems[rank::world], executor, run["eval_iterations"], sampling, bar=bar)
     counts = torch.tensor([[float(s) for s in row] for row in solved] or [[0.0] * run["eval_iterations"]], dtype=torch.float64)
     return [round(100 * c / len(problems), 2) for c in all_reduce(counts.sum(0)).tolist()]
-
-
-def final_table(scores):
-    """Held-out pass@1 before and after, as text."""
-    header = "held-out pass@1  " + "  ".join(f"Iter-{k + 1:<2}" for k in range(len(scores[0][1])))
-    return "\n".join([header] + [f"{name:<15}" + "".join(f"{value:8.1f}" for value in row) for name, row in scores])
 
 
 def warn(metrics, warned):
@@ -451,6 +228,19 @@ def progress(bar, metrics):
 
 # ---------------------------------------------------------------- the run
 
+def print_plan(argv):
+    """--plan: the memory plan of a run with these flags, from the model's config alone."""
+    asked, (run, config, _) = build_parser().parse_args(argv), settings_of(argv)
+    gpus = asked.gpus if asked.gpus is not None else max(1, torch.cuda.device_count())
+    here = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else 80.0
+    gib = asked.gpu_gib if asked.gpu_gib is not None else here
+    if gpus < 1 or not gib > 0:
+        raise BadInput(f"--gpus is {gpus} and --gpu-gib is {gib:g}; they must be at least 1, and above 0")
+    model_config, _ = load_config(run["model"])
+    print(f"{run['model']}: {parameter_count(model_config) / 1e9:.3f} billion parameters")
+    print(plan_text(model_config, memory_setup(model_config, run, config, gpus, cuda=True), gib))
+
+
 def train(argv):
     run, config, resumed = settings_of(argv)
     check_loggers(run)
@@ -462,18 +252,17 @@ def train(argv):
     problems = load_problems(run["dataset"], limit=run["max_problems"], seed=config.seed)
     held_out = load_problems(run["eval_dataset"], limit=run["eval_problems"], split="heldout") if run["eval_dataset"] else []
     check_prompts(problems + held_out, tokenizer, model_config, config.sampling)
+    check_memory(run, config, model_config, device, world)
     folder = resumed or from_first(new_folder(run, config, world) if first else None)
     last = checkpoints(folder)[-1] if checkpoints(folder) else None
     done = int(last.name.split("-")[1]) if last else 0
 
-    # fp32 weights; the reference is the model before training, also after a resume
-    model = place_model(last or path, device, run)
-    reference = place_model(path, device, run).requires_grad_(False) if config.beta > 0 else None
+    model, reference = load_trained(path, last, device, run, config)
     check_disk(folder, model)
-    if run["gradient_checkpointing"] or run["gradient_checkpointing"] is None and size_of(model) > BIG:
-        model.activation_checkpointing_enable()
-        model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    if wants_checkpointing(size_of(model), run):
+        enable_checkpointing(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay)
     if last:
         load_optimizer_state(model, optimizer, torch.load(last / "optimizer.pt", mmap=True))
     if first and resumed:
@@ -536,34 +325,6 @@ def train(argv):
         dist.barrier()  # a process that leaves early breaks the connections of the others
 
 
-def draw_curves(folder):
-    """curves.png: reward and solved share by turn, over steps; without matplotlib one sentence instead."""
-    try:
-        import matplotlib
-    except ImportError:
-        return print("curves.png was not drawn, because matplotlib is not installed: pip install matplotlib", file=sys.stderr)
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    metrics = read_log(folder / "metrics.jsonl")
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
-    for axis, name in zip(axes, ("reward", "solved")):
-        for turn in range(1, 10):
-            points = [(m["step"], m[f"{name}_turn{turn}"]) for m in metrics if m.get(f"{name}_turn{turn}") is not None]
-            if points:
-                axis.plot(*zip(*points), label=f"turn {turn}")
-        axis.set(xlabel="step", title=f"{name} in training, by turn", ylim=(0, 1))
-        axis.legend()
-    figure.savefig(folder / "curves.png", dpi=100)
-    pyplot.close(figure)
-
-
-def report(folder):
-    draw_curves(folder)
-    if scores := read_log(folder / "eval.jsonl"):
-        print(final_table([("before", scores[0]["iter"]), ("after", scores[-1]["iter"])]))
-    print(f"run folder: {folder}")
-
-
 class StopFlag:
     """Set by SIGTERM; asked() is the same on every process."""
     def __init__(self):
@@ -576,7 +337,7 @@ class StopFlag:
 
 def main(argv=None):
     try:
-        train(argv)
+        print_plan(argv) if build_parser().parse_args(argv).plan else train(argv)
     except BadInput as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2

@@ -28,7 +28,8 @@ from executor import Executor
 from murphy import MurphyConfig, assign_credit, kept_nodes, optimise
 from problems import load_problems
 from rollout import grow_trees
-from train import EMBEDDED, TINY, load_model
+from models import TINY, load_model
+from train import EMBEDDED
 
 ROOT = Path(__file__).resolve().parents[1]
 

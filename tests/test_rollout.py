@@ -8,9 +8,11 @@ from transformers import DynamicCache, GenerationConfig
 
 import rollout
 from common import StubExecutor, StubVerdict, byte_tokenizer, random_model, slow_greedy, slow_logprobs
+from plan import LiveBytes
 from problems import BadInput, Problem, Test
 from rollout import (Sampling, batches, chains_of, evaluate, first_stop, generation_config, grow_trees, needs_fix, prefix_of, prefix_room, render,
                      sample_batch, sampling_mode, solved_by_turn, stop_ids)
+from models import enable_checkpointing
 
 STOP = [2, 3, 4, 5, 6]
 PREFIXES = [list(range(3, 40)), list(range(50, 60)), [7]]
@@ -231,7 +233,7 @@ def test_a_long_prompt_loses_feedback_first_then_the_attempt_never_the_task():
 
 def test_G28_prefix_and_response_fit_the_context():
     model, tokenizer = random_model(max_position_embeddings=100), byte_tokenizer()
-    assert prefix_room(model, tokenizer, Sampling(max_new_tokens=20)) == 80
+    assert prefix_room(model.config, tokenizer, Sampling(max_new_tokens=20)) == 80
 
 
 # ---------------------------------------------------------------- trees
@@ -396,3 +398,14 @@ def test_the_latest_attempt_counts_not_the_best():
 def test_chains_of_several_samples():
     trees, _, _ = grown(lambda code, i: StubVerdict([i in (1, 3)]), branch=1)
     assert [[trees[0].nodes.index(n) for n in chain] for chain in chains_of(trees[0])] == [[0, 3], [1], [2, 4, 5]]
+
+
+def test_sampling_under_autocast_keeps_nothing_of_a_batch():
+    """With gradient checkpointing, transformers makes embeddings require gradients; autocast then keeps a copy of each, for good."""
+    model, sizes = random_model(), []
+    enable_checkpointing(model)
+    with torch.autocast("cpu", torch.bfloat16), sampling_mode(model), LiveBytes(model.parameters()) as live:
+        for _ in range(3):
+            sample_batch(model, [[5] * 20] * 2, 4, Sampling(max_new_tokens=16), [999])
+            sizes.append(live.now)
+    assert sizes[0] == sizes[1] == sizes[2]

@@ -15,7 +15,9 @@ import train
 from problems import Test
 from common import byte_tokenizer, random_model
 from problems import BadInput
-from train import check_head, check_replicas, cut_log, final_table, main, problems_of_step, save_checkpoint, settings_of, warn
+from models import TINY, check_head, wants_shards
+from runs import cut_log, draw_curves, final_table, log, save_checkpoint, shown_test
+from train import check_replicas, main, problems_of_step, settings_of, warn
 
 SMALL = ["--prompts-per-step", "2", "--group-size", "4", "--eval-problems", "4", "--workers", "1"]
 TIMES = ("seconds", "tokens_per_second")
@@ -77,9 +79,9 @@ def test_config_says_what_made_the_run(unbroken):
 
 
 def test_tests_are_shown_in_words():
-    assert train.shown_test(Test("assert", code="assert f(1) == 2")) == "assert f(1) == 2"
-    assert train.shown_test(Test("stdin", input="3\n", expected="9\n")) == "stdin '3\\n' -> '9\\n'"
-    assert train.shown_test(Test("call", input='[1]\n"a"', expected="2", entry_point="f")) == 'f([1], "a") == 2'
+    assert shown_test(Test("assert", code="assert f(1) == 2")) == "assert f(1) == 2"
+    assert shown_test(Test("stdin", input="3\n", expected="9\n")) == "stdin '3\\n' -> '9\\n'"
+    assert shown_test(Test("call", input='[1]\n"a"', expected="2", entry_point="f")) == 'f([1], "a") == 2'
 
 
 def test_a_checkpoint_is_an_ordinary_model_folder(unbroken):
@@ -87,7 +89,7 @@ def test_a_checkpoint_is_an_ordinary_model_folder(unbroken):
     folder = unbroken / "checkpoints" / "step-000004"
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert AutoTokenizer.from_pretrained(folder).chat_template
-    start = AutoModelForCausalLM.from_pretrained(train.TINY, dtype=torch.float32)
+    start = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters()))
 
 
@@ -165,7 +167,7 @@ def test_a_logger_whose_package_is_missing_is_refused_before_anything_is_loaded(
 
 def test_what_is_not_there_is_not_logged():
     seen = []
-    train.log([lambda step, values: seen.append((step, values))], 3, {"a": None, "b": True, "c": 0.5})
+    log([lambda step, values: seen.append((step, values))], 3, {"a": None, "b": True, "c": 0.5})
     assert seen == [(3, {"b": 1.0, "c": 0.5})]
 
 
@@ -224,15 +226,12 @@ def test_a_model_that_caps_its_logits_is_refused():
     check_head(random_model())
 
 
-def test_shards_are_for_big_models_on_several_gpus(monkeypatch):
-    model, cuda, cpu = random_model(), torch.device("cuda"), torch.device("cpu")
-    wants = lambda device, **run: train.wants_shards(model, {"shard": "auto", "cpu_offload": False} | run, device)
-    assert not wants(cuda) and not wants(cpu) and wants(cpu, shard="full") and not wants(cuda, cpu_offload=True)
-    monkeypatch.setattr(train.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(train.dist, "get_world_size", lambda: 8)
-    assert not wants(cuda) and wants(cuda, cpu_offload=True)
-    monkeypatch.setattr(train, "BIG", 1000)
-    assert wants(cuda) and not wants(cpu) and not wants(cuda, shard="none")
+def test_shards_are_for_big_models_on_several_gpus():
+    def wants(parameters, device, world, **run):
+        return wants_shards(parameters, {"shard": "auto", "cpu_offload": False, "lora_rank": None} | run, device, world)
+    assert wants(2e9, "cuda", 8) and not wants(5e8, "cuda", 8) and not wants(2e9, "cuda", 1) and not wants(2e9, "cpu", 8)
+    assert wants(1e6, "cpu", 2, shard="full") and not wants(1e6, "cpu", 1, shard="full") and not wants(2e9, "cuda", 8, shard="none")
+    assert wants(1e6, "cuda", 2, cpu_offload=True) and not wants(2e9, "cuda", 8, lora_rank=4)
 
 
 def test_a_prompt_longer_than_the_context_is_refused(capsys, tmp_path):
@@ -316,7 +315,7 @@ def test_the_table_of_scores():
 
 def test_curves_without_matplotlib_are_one_sentence(unbroken, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    train.draw_curves(unbroken)
+    draw_curves(unbroken)
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
