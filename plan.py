@@ -10,7 +10,8 @@ The dtypes are those of train.py: fp32 weights, gradients and Adam; bf16 compute
 
 The most that can be alive at once is what always is, and the largest of three moments: sampling, the loss, the optimizer step.
 Our decisions, measured on CPU only (tests/test_plan.py), never on CUDA: RUNTIME_GIB and SLACK for the CUDA context and the
-allocator's gaps; LOGIT_COPIES; that FSDP2 holds two blocks unsharded at a time (the next is fetched early) and the root throughout the loss.
+allocator's gaps; LOGIT_COPIES; that FSDP2 holds two blocks unsharded at a time (the next is fetched early) and, throughout the
+loss, the root.
 CUDA's attention is taken to hold what the CPU's does (both save q, k, v, the output and the mask as a bias).
 Left out: the buffers of NCCL, prompts that make a single group larger than --batch-tokens, models with other than dense attention.
 """
@@ -152,7 +153,7 @@ def sizes(config_json, lora_rank):
         base = sum(p.numel() for p in model.parameters())
         linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
         block = model.base_model.layers[0]
-        adapters = sum(lora_rank * sum(m.weight.shape) for m in model.base_model.layers.modules() if m in linears) if lora_rank else 0
+        adapters = (lora_rank or 0) * sum(sum(m.weight.shape) for m in model.base_model.layers.modules() if m in linears)
     return base, adapters, sum(m.weight.numel() for m in linears), sum(p.numel() for p in block.parameters())
 
 
@@ -287,7 +288,9 @@ def plan_text(config, setup, gib):
 
 def advice(config, setup, gib):
     found = fitting(config, setup, gib)
-    return f"This would fit: {' '.join(found[0])}" if found else "Nothing here would make it fit: take a smaller model or larger GPUs"
+    if not found:
+        return "Nothing here would make it fit: take a smaller model or larger GPUs"
+    return f"This would fit: {' '.join(found[0])}"
 
 
 # ---------------------------------------------------------------- before a run

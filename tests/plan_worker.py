@@ -16,7 +16,7 @@ from models import enable_checkpointing
 
 SHAPE = dict(vocab_size=128, hidden_size=512, intermediate_size=1536, num_hidden_layers=3, num_attention_heads=8,
              num_key_value_heads=4, max_position_embeddings=1024, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-COMMON = dict(cuda=False, group_size=4, max_new_tokens=160, batch_tokens=1, row_tokens=768, logit_chunk=None)
+COMMON = dict(cuda=False, group_size=4, max_new_tokens=112, batch_tokens=1, row_tokens=512, logit_chunk=None)
 CASES = {
     "plain": (Olmo2Config(**SHAPE), Setup(**COMMON, reference=False)),
     "checkpointing and a reference": (Olmo2Config(**SHAPE), Setup(**COMMON, checkpointing=True)),
@@ -45,11 +45,9 @@ def long_row(setup):
 
 
 def built(config, setup):
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
-    reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False) if setup.reference else None
-    if setup.lora_rank:
-        model = add_adapters(model, setup.lora_rank, 1.0)
-        reference = model if setup.reference else None
+    fresh = lambda: AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
+    model = add_adapters(fresh(), setup.lora_rank, 1.0) if setup.lora_rank else fresh()
+    reference = None if not setup.reference else model if setup.lora_rank else fresh().requires_grad_(False)
     if setup.checkpointing:
         enable_checkpointing(model)
     return model, reference, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
