@@ -16,7 +16,7 @@ from executor import Executor
 from murphy import MurphyConfig, assign_credit, kept_nodes, pack_tree, row_loss, token_weights
 from problems import BadInput, load_problems
 from rollout import Sampling, grow_trees
-from train import TINY, load_model, load_tokenizer
+from train import load_model, load_tokenizer
 
 CONFIG = MurphyConfig(group_size=4, beta=0.0, max_new_tokens=48)
 

@@ -6,7 +6,7 @@
     python train.py --resume runs/NAME                                 go on after the newest whole checkpoint
 
 A run folder holds config.json, metrics.jsonl (a line a step), trees.jsonl (whole trees of a few prompts a step), eval.jsonl,
-curves.png, and checkpoints/step-N (Hugging Face format in fp32, with optimizer.pt beside it).
+curves.png, and checkpoints/step-N (Hugging Face format in fp32, with optimizer.pt beside it). report.py makes a page of it.
 
 Under torchrun on GPUs a model of more than a billion parameters is sharded (--shard, sharding.py); a smaller one is replicated: every
 process then holds it in fp32 with its Adam state (16 bytes a parameter, and 4 more for the reference model where beta > 0).
@@ -18,10 +18,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting thr
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import argparse
+import importlib
 import json
+import platform
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import asdict, fields, replace
@@ -29,6 +32,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
@@ -64,6 +68,7 @@ RUN_FLAGS = [  # name, type, default, help
 ]
 
 
+SWITCHES = {"gradient_checkpointing": None, "cpu_offload": False, "tensorboard": False, "wandb": False}
 BESIDE_RESUME = ["steps", "shard", "cpu_offload", "gradient_checkpointing", "workers"]
 
 
@@ -82,6 +87,8 @@ def build_parser():
                      "backward pass: less memory, about a third more time (default: for more than a billion parameters)")
     run.add_argument("--cpu-offload", action="store_true", default=None, help="with --shard full, keep the shards in the host's memory: "
                      "the least GPU memory, slower steps")
+    run.add_argument("--tensorboard", action="store_true", default=None, help="log the metrics to RUN/tensorboard as well")
+    run.add_argument("--wandb", action="store_true", default=None, help="log the metrics to Weights & Biases as well")
     groups = {"run": run}
     for f in fields(MurphyConfig):
         name = f.metadata["group"]
@@ -99,7 +106,7 @@ def settings_of(argv):
     resume = given.pop("resume", None)
     if resume is not None:
         return resumed_settings(Path(resume), given)
-    run = {name: default for name, _, default, _ in RUN_FLAGS} | {"gradient_checkpointing": None, "cpu_offload": False}
+    run = {name: default for name, _, default, _ in RUN_FLAGS} | SWITCHES
     config = {f.name: f.default for f in fields(MurphyConfig)}
     embedded = given.get("model", "tiny") == "tiny"
     config |= EMBEDDED if embedded else {}
@@ -121,7 +128,8 @@ def resumed_settings(folder, given):
         raise BadInput(f"{folder} is no run folder of train.py ({error}); give the folder that holds config.json") from None
     if "RANK" not in os.environ:
         saved["run"]["shard"] = "auto"  # it was sharded, and now there is one process
-    run = check_run(saved["run"] | {k: v for k, v in given.items() if k != "steps"})
+    defaults = {name: default for name, _, default, _ in RUN_FLAGS} | SWITCHES  # an older run may lack a setting
+    run = check_run(defaults | saved["run"] | {k: v for k, v in given.items() if k != "steps"})
     return run, checked(replace(config, steps=given.get("steps", config.steps))), folder
 
 
@@ -141,6 +149,16 @@ def check_run(run):
     if run["cpu_offload"] and run["shard"] == "none":
         raise BadInput("--cpu-offload moves shards to the host, and --shard none makes none; use --shard full")
     return run
+
+
+def check_loggers(run):
+    """Raises BadInput if a logger is asked for and its package is not there."""
+    for package in ("tensorboard", "wandb"):
+        try:
+            if run[package]:
+                importlib.import_module(package)
+        except ImportError:
+            raise BadInput(f"--{package} needs the package {package}: pip install {package}, or leave the flag out") from None
 
 
 # ---------------------------------------------------------------- processes
@@ -269,14 +287,28 @@ def problems_of_step(count, per_step, step, seed):
 
 # ---------------------------------------------------------------- run folder
 
-def new_folder(run, config):
+def environment(world):
+    """Versions, commit and machine, as a dict of str: what a reader of the run must know beside its settings."""
+    try:
+        git = subprocess.run(["git", "-C", str(TINY.parent), "describe", "--always", "--dirty", "--abbrev=12"],
+                             capture_output=True, text=True).stdout.strip()
+    except OSError:
+        git = ""
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return {"started": time.strftime("%Y-%m-%d %H:%M:%S %z"), "commit": git or "unknown", "python": platform.python_version(),
+            "torch": torch.__version__, "transformers": transformers.__version__, "processes": str(world),
+            "machine": f"{platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} cores{gpu}"}
+
+
+def new_folder(run, config, world):
     what = [config.method] + ([config.credit, config.prune] if config.method == "murphy" else [])
     name = time.strftime("%Y%m%d-%H%M%S-") + "-".join(what) + f"-seed{config.seed}"
     folder = Path(run["out"] or Path("runs") / name)
     if (folder / "config.json").exists():
         raise BadInput(f"{folder} holds a run already; go on with it by --resume {folder}, or give another --out")
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    write_beside(folder / "config.json", json.dumps({"run": run, "config": asdict(config)}, indent=1) + "\n")
+    write_beside(folder / "config.json", json.dumps(
+        {"run": run, "config": asdict(config), "environment": environment(world)}, indent=1) + "\n")
     return folder
 
 
@@ -302,12 +334,47 @@ def write_beside(path, text):
     temporary.replace(path)
 
 
-def tree_record(tree, step):
-    """A whole tree as plain data, text included."""
-    nodes = [{"parent": n.parent, "turn": n.turn, "text": n.text, "code": n.code, "reward": n.reward, "credit": n.credit,
-              "advantage": n.advantage, "truncated": n.truncated, "tokens": len(n.response_ids), "status": n.verdict.status,
-              "feedback": n.verdict.feedback()} for n in tree.nodes]
-    return {"step": step, "task_id": tree.problem.task_id, "prompt": tree.problem.prompt, "nodes": nodes}
+def open_loggers(run, config, folder, done):
+    """What --tensorboard and --wandb ask for, as functions (step, {name: number}). metrics.jsonl stays the source of truth."""
+    loggers = []
+    if run["tensorboard"]:
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done)
+
+        def tensorboard(step, values):
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+        loggers.append(tensorboard)
+    if run["wandb"]:
+        import wandb
+        board = wandb.init(project="murphy", name=folder.name, id=folder.name, resume="allow", dir=str(folder),
+                           config=run | asdict(config))
+        loggers.append(lambda step, values: board.log(values, step=step))
+    return loggers
+
+
+def log(loggers, step, values):
+    """Numbers only: a metric that is not there (None) is left out, not 0."""
+    for logger in loggers:
+        logger(step, {name: float(value) for name, value in values.items() if value is not None})
+
+
+def tree_record(tree, step, tokenizer):
+    """A whole tree as plain data: the tests, per group the prompt as the model read it (chat markup included), and the nodes."""
+    nodes = [{"parent": n.parent, "turn": n.turn, "group": n.group, "text": n.text, "code": n.code, "reward": n.reward,
+              "credit": n.credit, "advantage": n.advantage, "truncated": n.truncated, "tokens": len(n.response_ids),
+              "status": n.verdict.status, "feedback": n.verdict.feedback()} for n in tree.nodes]
+    groups = [{"parent": g.parent, "truncated": g.truncated, "prompt": tokenizer.decode(g.prefix_ids)} for g in tree.groups]
+    return {"step": step, "task_id": tree.problem.task_id, "prompt": tree.problem.prompt,
+            "tests": [shown_test(test) for test in tree.problem.tests], "groups": groups, "nodes": nodes}
+
+
+def shown_test(test):
+    """A test in words, for people."""
+    shown = {"stdin": f"stdin {test.input!r} -> {test.expected!r}",
+             "call": f"{test.entry_point}({', '.join(test.input.splitlines())}) == {test.expected}"}
+    return shown.get(test.kind, test.code)
 
 
 def checkpoint_bytes(model):
@@ -386,6 +453,7 @@ def progress(bar, metrics):
 
 def train(argv):
     run, config, resumed = settings_of(argv)
+    check_loggers(run)
     rank, world, device = start_processes()
     first = rank == 0
     if run["cpu_offload"] and device.type == "cpu":
@@ -394,7 +462,7 @@ def train(argv):
     problems = load_problems(run["dataset"], limit=run["max_problems"], seed=config.seed)
     held_out = load_problems(run["eval_dataset"], limit=run["eval_problems"], split="heldout") if run["eval_dataset"] else []
     check_prompts(problems + held_out, tokenizer, model_config, config.sampling)
-    folder = resumed or from_first(new_folder(run, config) if first else None)
+    folder = resumed or from_first(new_folder(run, config, world) if first else None)
     last = checkpoints(folder)[-1] if checkpoints(folder) else None
     done = int(last.name.split("-")[1]) if last else 0
 
@@ -413,6 +481,7 @@ def train(argv):
             cut_log(folder / name, done)
         cut_log(folder / "eval.jsonl", done + 1)  # of the state after that many steps
     evaluated = set(from_first([r["step"] for r in read_log(folder / "eval.jsonl")]))
+    loggers = open_loggers(run, config, folder, done) if first else []
     stop = StopFlag()
     workers = run["workers"] or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
@@ -425,6 +494,7 @@ def train(argv):
             bar.set_description("evaluated")
             if first:
                 append(folder / "eval.jsonl", {"step": step, "iter": scores})
+                log(loggers, step, {f"held_out_iter{k + 1}": score for k, score in enumerate(scores)})
                 tqdm.write(f"step {step}: held-out pass@1 " + ", ".join(f"Iter-{k + 1} {s:.1f}" for k, s in enumerate(scores)))
 
         if done == 0 or run["eval_every"] and done % run["eval_every"] == 0:
@@ -442,8 +512,9 @@ def train(argv):
             bad_steps = bad_steps + 1 if metrics["skipped"] else 0
             if first:
                 append(folder / "metrics.jsonl", {"step": step} | metrics)
+                log(loggers, step, metrics)
                 for tree in trees[:run["log_trees"]]:
-                    append(folder / "trees.jsonl", tree_record(tree, step))
+                    append(folder / "trees.jsonl", tree_record(tree, step, tokenizer))
                 warn(metrics, warned)
                 progress(bar, metrics)
             if bad_steps == 3:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import train
+from problems import Test
 from common import byte_tokenizer, random_model
 from problems import BadInput
 from train import check_head, check_replicas, cut_log, final_table, main, problems_of_step, save_checkpoint, settings_of, warn
@@ -63,6 +64,22 @@ def test_logged_trees_are_whole(unbroken):
             assert node["reward"] == node["status"].count("passed") / len(node["status"])
             assert node["turn"] == 1 or tree["nodes"][node["parent"]]["reward"] < 1
             assert node["credit"] >= node["reward"] and "Passed" in node["feedback"]
+            group = tree["groups"][node["group"]]
+            assert group["parent"] == node["parent"] and tree["prompt"] in group["prompt"]  # as the model read it
+            assert node["turn"] == 1 or tree["nodes"][node["parent"]]["feedback"] in group["prompt"]
+            assert len(node["status"]) == len(tree["tests"]) and tree["tests"][0].startswith("assert f(0) == ")
+
+
+def test_config_says_what_made_the_run(unbroken):
+    made = json.loads((unbroken / "config.json").read_text())["environment"]
+    assert made["torch"] == torch.__version__ and made["python"] == sys.version.split()[0] and made["processes"] == "1"
+    assert set(made) == {"started", "commit", "python", "torch", "transformers", "processes", "machine"} and all(made.values())
+
+
+def test_tests_are_shown_in_words():
+    assert train.shown_test(Test("assert", code="assert f(1) == 2")) == "assert f(1) == 2"
+    assert train.shown_test(Test("stdin", input="3\n", expected="9\n")) == "stdin '3\\n' -> '9\\n'"
+    assert train.shown_test(Test("call", input='[1]\n"a"', expected="2", entry_point="f")) == 'f([1], "a") == 2'
 
 
 def test_a_checkpoint_is_an_ordinary_model_folder(unbroken):
@@ -118,6 +135,38 @@ def test_problems_come_in_epochs_without_repeats():
     assert sorted(flat[:10]) == sorted(flat[10:]) == list(range(10)) and flat[:10] != flat[10:]
     assert problems_of_step(10, 4, 3, seed=0) == steps[3] != problems_of_step(10, 4, 3, seed=1)
     assert sorted(problems_of_step(3, 7, 0, seed=0)) == sorted(random.Random("0 0").sample(range(3), 3) * 2 + [problems_of_step(3, 7, 0, 0)[6]])
+
+
+# ---------------------------------------------------------------- loggers
+
+def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch):
+    board, sweep = [], []
+    writer = types.SimpleNamespace(add_scalar=lambda name, value, step: board.append((step, name, value)), flush=lambda: None)
+    monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=lambda folder, purge_step: writer))
+    wandb = types.SimpleNamespace(init=lambda **settings: types.SimpleNamespace(
+        log=lambda values, step: sweep.extend((step, name, value) for name, value in values.items()), settings=settings))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    folder = tmp_path / "r"
+    assert main(["--out", str(folder), "--steps", "1", "--tensorboard", "--wandb", *SMALL]) == 0
+    (m,), scores = lines(folder / "metrics.jsonl"), lines(folder / "eval.jsonl")
+    wanted = [(0, name, float(value)) for name, value in m.items() if name != "step" and value is not None]
+    evals = [(e["step"], f"held_out_iter{k + 1}", value) for e in scores for k, value in enumerate(e["iter"])]
+    assert board == sweep == evals[:3] + wanted + evals[3:]
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_a_logger_whose_package_is_missing_is_refused_before_anything_is_loaded(capsys, tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(train, "load_tokenizer", lambda name: pytest.fail("loaded"))
+    said = refused(capsys, ["--" + package, "--out", str(tmp_path / "run")])
+    assert f"pip install {package}" in said and not (tmp_path / "run").exists()
+
+
+def test_what_is_not_there_is_not_logged():
+    seen = []
+    train.log([lambda step, values: seen.append((step, values))], 3, {"a": None, "b": True, "c": 0.5})
+    assert seen == [(3, {"b": 1.0, "c": 0.5})]
 
 
 # ---------------------------------------------------------------- bad input: one sentence, exit code 2
