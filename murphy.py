@@ -123,7 +123,7 @@ class PackedRow:
     """A group (or a part of it) in one row of T tokens with R response tokens."""
     input_ids: torch.Tensor       # [1, T] prefix, then the responses one after another
     position_ids: torch.Tensor    # [1, T] every response starts at len(prefix)
-    mask: torch.Tensor            # [1, 1, T, T] bool, True where a token may look
+    owner: torch.Tensor           # [T] the response that a token belongs to, -1: the prefix
     response_index: torch.Tensor  # [R] the position whose logits predict target r
     targets: torch.Tensor         # [R] the sampled tokens
     advantages: torch.Tensor      # [R] fp32, of the response that the token belongs to
@@ -131,6 +131,13 @@ class PackedRow:
     weights: torch.Tensor = None  # [R] fp32, 1 / denominator of the whole step, see `token_weights`
     old: torch.Tensor = None      # [R] log-probs before the first update; None: on-policy
     ref: torch.Tensor = None      # [R] log-probs of the reference model; None: beta is 0
+
+    @property
+    def mask(self):
+        """[1, 1, T, T] bool, True where a token may look: at the prefix and its own response, never later. Made when it is asked
+        for: a step has many rows, and their masks together would take gigabytes."""
+        causal = torch.ones(len(self.owner), len(self.owner), dtype=torch.bool, device=self.owner.device).tril()
+        return (causal & ((self.owner == -1) | (self.owner == self.owner[:, None])))[None, None]
 
 
 def pack(prefix_ids, responses, advantages, device="cpu"):
@@ -143,11 +150,8 @@ def pack(prefix_ids, responses, advantages, device="cpu"):
         ids += response
         positions += range(len(prefix_ids), len(prefix_ids) + len(response))
         lengths += [len(response)] * len(response)
-    owner = torch.tensor(owner, device=device)
-    causal = torch.ones(len(ids), len(ids), dtype=torch.bool, device=device).tril()
-    mask = causal & ((owner[None, :] == -1) | (owner[None, :] == owner[:, None]))  # the prefix, or myself; never later
     row = lambda values, dtype=torch.long: torch.tensor(values, dtype=dtype, device=device)
-    return PackedRow(row([ids]), row([positions]), mask[None, None], row(index), row(ids[len(prefix_ids):]),
+    return PackedRow(row([ids]), row([positions]), row(owner), row(index), row(ids[len(prefix_ids):]),
                      row([a for a, response in zip(advantages, responses) for _ in response], torch.float32), row(lengths))
 
 

@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM, Olmo2Config, Qwen2Config, Qwen3Co
 
 from lora import add_adapters
 from models import enable_checkpointing, wants_checkpointing, wants_shards
+from murphy import LOGITS_AT_ONCE
 from problems import BadInput
 
 GIB = 2**30
@@ -298,9 +299,10 @@ def advice(config, setup, gib):
 def memory_setup(model_config, run, config, gpus, cuda):
     """The Setup of a run (its settings and MurphyConfig) on that many GPUs."""
     parameters = parameter_count(model_config)
-    return Setup(gpus=gpus, cuda=cuda, shard=wants_shards(parameters, run, "cuda" if cuda else "cpu", gpus), offload=run["cpu_offload"], lora_rank=run["lora_rank"], checkpointing=wants_checkpointing(parameters, run), reference=config.beta > 0,
+    return Setup(gpus=gpus, cuda=cuda, shard=wants_shards(parameters, run, "cuda" if cuda else "cpu", gpus), offload=run["cpu_offload"],
+                 lora_rank=run["lora_rank"], checkpointing=wants_checkpointing(parameters, run), reference=config.beta > 0,
                  group_size=config.group_size, max_new_tokens=config.max_new_tokens, batch_tokens=config.batch_tokens,
-                 row_tokens=config.row_tokens)
+                 row_tokens=config.row_tokens, logit_chunk=max(1, LOGITS_AT_ONCE // model_config.vocab_size))
 
 
 def free_gib(device):
