@@ -356,13 +356,14 @@ WHERE = [("OLMo-2 7B", 8, 80), ("OLMo-2 7B", 4, 80), ("OLMo-2 7B", 2, 80), ("OLM
 
 
 def table(where=WHERE):
-    """What fits where, in Markdown: for each model and machine the flags that are needed beside the defaults."""
+    """What fits where, in Markdown: for each model and machine the flags that are needed beside the defaults, which for models of
+    this size are gradient checkpointing, and sharding on several GPUs."""
     models = known_models()
-    lines = ["| model | GPUs | flags beside the defaults | GiB a GPU | on the host |", "|---|---|---|---|---|"]
+    lines = ["| model | GPUs | flags needed | GiB a GPU | on the host |", "|---|---|---|---|---|"]
     for name, gpus, card in where:
-        found = fitting(models[name], Setup(gpus=gpus, checkpointing=True), CARDS[card])
+        found = fitting(models[name], Setup(gpus=gpus, checkpointing=True, shard=gpus > 1), CARDS[card])
         flags, plan = found or (None, None)
-        shown = f"`{' '.join(['--gradient-checkpointing', *flags])}` | {plan['total'] / GIB:.0f}" if found else "does not fit |"
+        shown = f"{' '.join(flags) and '`' + ' '.join(flags) + '`' or 'none'} | {plan['total'] / GIB:.0f}" if found else "does not fit |"
         host = f"{plan['host'] * gpus / GIB:.0f}" if found and plan["host"] else "-"
         lines.append(f"| {name} | {gpus} x {card} GB | {shown} | {host} |")
     return "\n".join(lines)
