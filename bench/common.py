@@ -37,7 +37,8 @@ def seconds(function):
 
 
 def race(name, slow, fast, rounds):
-    """Run both sides by turns (the caller has warmed them up by comparing their results); returns the median over rounds of slow / fast within a round."""
+    """Run both sides by turns (the caller has warmed them up by comparing their results). Returns the median over rounds of the
+    ratio slow / fast within a round."""
     times = [(seconds(slow), seconds(fast)) for _ in range(rounds)]
     ratio = statistics.median(s / f for s, f in times)
     print(f"{name}: {statistics.median(s for s, _ in times):.3f} s against {statistics.median(f for _, f in times):.3f} s, {ratio:.2f} x")

@@ -1,7 +1,7 @@
 """One optimisation step of TRL's GRPOTrainer against ours, on the same model, prompts, tokens and rewards: loss, gradients, time.
 
     pip install -r bench/requirements-peer.txt     # TRL, in an environment of its own
-    python bench/peer.py [--rounds 3]
+    python bench/peer.py [--rounds 2]
 
 Single turn: 2 prompts of 256 tokens, 8 responses of 61 to 128 tokens each. TRL 1.16 gets the tokens through its `rollout_func`, and the rewards
 through a reward function that looks them up; both measure all that follows: advantages, padding or packing, the reference's log-probs where
@@ -121,7 +121,7 @@ def compare(folder, model, reference, trees, loss_type, beta, rounds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     model, reference = random_model(), random_model(seed=1).requires_grad_(False)
