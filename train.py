@@ -208,6 +208,13 @@ def held_out_scores(model, tokenizer, problems, executor, run, config, rank, wor
     return [round(100 * c / len(problems), 2) for c in all_reduce(counts.sum(0)).tolist()]
 
 
+def warn_of_filters(config):
+    """The loss scores the whole distribution, so filtered samples are not on-policy."""
+    if config.top_k or config.top_p < 1:
+        print("warning: --top-k and --top-p cut the distribution that is sampled, while the loss scores the whole one; leave them off "
+              "unless you mean that", file=sys.stderr)
+
+
 def warn(metrics, warned):
     """A loss of 0 looks healthy; say once why nothing can be learned."""
     causes = {"every response was cut: raise --max-new-tokens": metrics["truncated_share"] == 1,
@@ -244,6 +251,7 @@ def print_plan(argv):
 def train(argv):
     run, config, resumed = settings_of(argv)
     check_loggers(run)
+    warn_of_filters(config)
     rank, world, device = start_processes()
     first = rank == 0
     if run["cpu_offload"] and device.type == "cpu":

@@ -17,7 +17,7 @@ from common import byte_tokenizer, random_model
 from problems import BadInput
 from models import TINY, check_head, wants_shards
 from runs import cut_log, draw_curves, final_table, log, save_checkpoint, shown_test
-from train import check_replicas, main, problems_of_step, settings_of, warn
+from train import check_replicas, main, problems_of_step, settings_of, warn, warn_of_filters
 
 SMALL = ["--prompts-per-step", "2", "--group-size", "4", "--eval-problems", "4", "--workers", "1"]
 TIMES = ("seconds", "tokens_per_second")
@@ -297,6 +297,12 @@ def test_help_has_a_line_for_every_flag(capsys):
     assert stop.value.code == 0
     for action in train.build_parser()._actions:
         assert action.help and action.option_strings[-1] in text
+
+
+def test_filtered_sampling_is_warned_of(capsys):
+    for flags, said in (([], ""), (["--top-k", "5"], "warning: --top-k"), (["--top-p", "0.9"], "warning: --top-k")):
+        warn_of_filters(settings_of(flags)[1])
+        assert capsys.readouterr().err.startswith(said) and bool(said) == bool(flags)
 
 
 def test_G35_a_run_that_cannot_learn_says_so(capsys):
