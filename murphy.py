@@ -37,7 +37,10 @@ def option(default, group, help, choices=None):
 class MurphyConfig:
     """Every hyperparameter, with a line of why. train.py turns each into a flag with this line as its help."""
     method: str = option("murphy", "method", "murphy: trees; grpo: one turn; grpo-mt: chains of one child per failing "
-                         "program, the last reward of a chain is the return of all its turns", ["murphy", "grpo", "grpo-mt"])
+                         "program, the last reward of a chain is the return of all its turns; rlef: PPO on such chains, see comparators/",
+                         ["murphy", "grpo", "grpo-mt", "rlef"])
+    match_compute: bool = option(False, "method", "for the comparators: sample as many programs per prompt as a whole tree of G and S "
+                                 "would hold, 72 for 8 and 2 (our reading of compute-matched)")
     turns: int = option(2, "method", "S, attempts from task to deepest node; the paper trains with 2")
     group_size: int = option(8, "method", "G, programs sampled from one prefix; 8 is the usual GRPO group (our decision)")
     credit: str = option("mars", "method", "how rewards flow back: mars takes the maximum over self and children, "
@@ -80,6 +83,14 @@ class MurphyConfig:
                 raise BadInput(f"{flag} is {value}; it must be a number of at least {low}")
         if not 0 < self.top_p <= 1:
             raise BadInput(f"--top-p is {self.top_p}; it must be above 0 and at most 1")
+
+    @property
+    def width(self):
+        """Programs sampled from a task: G; with match_compute a whole tree's number, over the turns of a chain (rounded up)."""
+        if self.method == "murphy" or not self.match_compute:
+            return self.group_size
+        whole = sum(self.group_size ** turn for turn in range(1, self.turns + 1))
+        return whole if self.method == "grpo" else math.ceil(whole / self.turns)
 
     @property
     def sampling(self):
@@ -212,13 +223,17 @@ def packed_logprobs(model, row, temperature):
     memory does not grow with vocabulary x response tokens.
     """
     with autocast(model):
-        hidden, head = hidden_states(model, row)
-        size = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
-        parts = list(zip(hidden.split(size), row.targets.split(size)))
-        again = torch.is_grad_enabled() and len(parts) > 1
-        entropies = [[] for _ in parts]
-        logprobs = [checkpoint(head_logprobs, head, *part, temperature, entropy, use_reentrant=False) if again else
-                    head_logprobs(head, *part, temperature, entropy) for part, entropy in zip(parts, entropies)]
+        return state_logprobs(*hidden_states(model, row), row.targets, temperature)
+
+
+def state_logprobs(hidden, head, targets, temperature):
+    """packed_logprobs from hidden states [R, H] and the head; call inside autocast(model)."""
+    size = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
+    parts = list(zip(hidden.split(size), targets.split(size)))
+    again = torch.is_grad_enabled() and len(parts) > 1
+    entropies = [[] for _ in parts]
+    logprobs = [checkpoint(head_logprobs, head, *part, temperature, entropy, use_reentrant=False) if again else
+                head_logprobs(head, *part, temperature, entropy) for part, entropy in zip(parts, entropies)]
     return torch.cat(logprobs), torch.cat([entropy for (entropy,) in entropies])
 
 
@@ -226,7 +241,7 @@ def hidden_states(model, row):
     """Final hidden states [R, H] that predict the response tokens, and the head that makes logits of them.
 
     The head is set aside for this call rather than the body called alone: a sharded model gathers its weights only when it
-    is called as a whole. train.check_head() refuses a model whose logits are not the head's of these states.
+    is called as a whole. models.check_head() refuses a model whose logits are not the head's of these states.
     """
     mask, head = row.mask, model.get_output_embeddings()
     if model.config._attn_implementation == "eager":  # eager attention adds the mask to its scores; sdpa takes bools
@@ -304,8 +319,11 @@ def score(model, rows, config):
         return [packed_logprobs(model, row, config.temperature)[0] for row in rows]
 
 
-def update(model, rows, optimizer, config):
-    """One optimizer step on all rows of all processes; returns loss, k3, clip share, entropy, grad norm, k3 max."""
+def update(model, rows, optimizer, config, row_loss=row_loss):
+    """One optimizer step on all rows of all processes; returns loss, k3, clip share, entropy, grad norm, k3 max.
+
+    row_loss(model, row, config) gives a row's loss, its statistics and the largest k3; comparators have their own.
+    """
     optimizer.zero_grad(set_to_none=True)
     stats, k3_max = torch.zeros(5, device=device_of(model)), torch.zeros((), device=device_of(model))
     for row in rows:
@@ -374,7 +392,7 @@ def murphy_step(model, reference, tokenizer, problems, executor, optimizer, conf
     seconds, start = {}, time.perf_counter()
     with unsharded(model), autocast(model):
         trees = grow_trees(model, tokenizer, problems, executor, turns=1 if config.method == "grpo" else config.turns,
-                           group_size=config.group_size, branch=1 if config.method == "grpo-mt" else None,
+                           group_size=config.width, branch=1 if config.method == "grpo-mt" else None,
                            sampling=config.sampling, binary_reward=config.reward == "binary", seconds=seconds, bar=bar)
     if bar is not None:
         bar.set_description("optimising")

@@ -2,7 +2,7 @@
 
     config.json         settings, versions, commit, machine
     metrics.jsonl       a line a step, and eval.jsonl a line an evaluation; trees.jsonl whole trees of a few prompts a step
-    checkpoints/step-N  Hugging Face format in fp32, with optimizer.pt (and adapters.pt, see lora.py) beside it
+    checkpoints/step-N  Hugging Face format in fp32, with optimizer.pt (and adapters.pt, see lora.py, or head.pt, see comparators/) beside it
     curves.png          reward and solved share by turn
 
 Whatever carries its final name is whole: it was written beside and renamed. Under torchrun rank 0 writes; a folder that several
@@ -152,6 +152,7 @@ def save_checkpoint(folder, model, tokenizer, optimizer, step, keep):
     part = final.with_name(final.name + ".part")
     adapters = adapter_state(model)
     weights = merged(model) if adapters else whole_state(model)  # by all processes together
+    head = {name: weights.pop(name) for name in list(weights) if name.startswith("value_head.")}  # RLEF's: no part of the checkpoint for others
     moments = whole_optimizer_state(model, optimizer)
     if dist.is_initialized() and dist.get_rank() > 0:
         return
@@ -160,6 +161,8 @@ def save_checkpoint(folder, model, tokenizer, optimizer, step, keep):
         model.save_pretrained(part, state_dict=weights)
         if adapters:  # the merged weights are for others; a resumed run starts from base and adapters
             torch.save(adapters, part / "adapters.pt")
+        if head:
+            torch.save(head, part / "head.pt")
         tokenizer.save_pretrained(part)
         torch.save(moments, part / "optimizer.pt")
         shutil.rmtree(final, ignore_errors=True)

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from comparators import rlef
 from executor import Executor
 from models import check_prompts, enable_checkpointing, load_config, load_tokenizer, load_trained, size_of, wants_checkpointing
 from murphy import MurphyConfig, all_reduce, autocast, murphy_step
@@ -93,7 +94,8 @@ def build_parser():
         groups.setdefault(name, None)
         groups[name] = groups[name] or parser.add_argument_group(name)
         tiny = f", with the tiny model {EMBEDDED[f.name]}" if f.name in EMBEDDED else ""
-        groups[name].add_argument(flag(f.name), type=f.type, choices=f.metadata["choices"],
+        kind = {"action": "store_true", "default": None} if f.type is bool else {"type": f.type, "choices": f.metadata["choices"]}
+        groups[name].add_argument(flag(f.name), **kind,
                                   help=f"{f.metadata['help']} (default {f.default}{tiny})".replace("%", "%%"))
     return parser
 
@@ -114,6 +116,8 @@ def settings_of(argv):
     config |= {k: v for k, v in given.items() if k in config}
     run["dataset"] = run["dataset"] or ("tiny" if embedded else "KodCode/KodCode-V1")
     run["eval_dataset"] = run["eval_dataset"] or ("tiny" if embedded else None)
+    if config["method"] == "rlef" and run["lora_rank"]:
+        raise BadInput("--method rlef trains all weights; leave out --lora-rank")
     return check_run(run, "plan" in given), checked(MurphyConfig(**config)), None
 
 
@@ -235,6 +239,18 @@ def progress(bar, metrics):
 
 # ---------------------------------------------------------------- the run
 
+STEPS = {"rlef": rlef.step}  # of the methods that are more than a few lines of murphy_step
+
+
+def add_value_head(model, last):
+    """RLEF's value head, as it was at checkpoint `last` if there is one."""
+    if is_sharded(model):
+        raise BadInput("--method rlef trains copies of the model; give --shard none, and --plan to see whether that fits")
+    rlef.add_head(model)
+    if last:
+        model.load_state_dict(torch.load(last / "head.pt"), strict=False)
+
+
 def print_plan(argv):
     """--plan: the memory plan of a run with these flags, from the model's config alone."""
     asked, (run, config, _) = build_parser().parse_args(argv), settings_of(argv)
@@ -266,6 +282,8 @@ def train(argv):
     done = int(last.name.split("-")[1]) if last else 0
 
     model, reference = load_trained(path, last, device, run, config)
+    if config.method == "rlef":
+        add_value_head(model, last)
     check_disk(folder, model)
     if wants_checkpointing(size_of(model), run):
         enable_checkpointing(model)
@@ -302,8 +320,9 @@ def train(argv):
             for group in optimizer.param_groups:
                 group["lr"] = config.learning_rate * min(1.0, (step + 1) / max(config.warmup_steps, 1))
             chosen = problems_of_step(len(problems), config.prompts_per_step, step, config.seed)[rank::world]
-            trees, metrics = murphy_step(model, reference, tokenizer, [problems[i] for i in chosen], executor, optimizer, config,
-                                         seed=(config.seed << 32) + step * world + rank, bar=bar)
+            trees, metrics = STEPS.get(config.method, murphy_step)(
+                model, reference, tokenizer, [problems[i] for i in chosen], executor, optimizer, config,
+                seed=(config.seed << 32) + step * world + rank, bar=bar)
             bar.set_description(config.method)
             check_replicas(model)
             bad_steps = bad_steps + 1 if metrics["skipped"] else 0
