@@ -2,6 +2,7 @@
 
     python eval.py --model DIR --benchmark humaneval --iterations 5
     python eval.py --model DIR --benchmark mbpp-sanitized --data sanitized-mbpp.json --limit 20
+    python eval.py --model CHECKPOINT --verifier CHECKPOINT --samples 8     of 8 programs a turn, the verifier's best (muCode)
     python eval.py --compare RUN_A RUN_B                       the paper's table, with paired differences
 
 Iter-k is the share of problems whose latest attempt within k iterations passes the benchmark's own tests. Feedback, and the
@@ -30,9 +31,10 @@ import transformers
 from tqdm import tqdm
 
 from benchmarks import BENCHMARKS, load_benchmark
+from comparators import mucode
 from executor import Executor, Limits
-from models import check_prompts, load_model, load_tokenizer
-from murphy import autocast
+from models import check_prompts, load_model, load_tokenizer, one_line
+from murphy import MurphyConfig, autocast
 from problems import BadInput
 from rollout import Sampling, chains_of, grow_trees, solved_by_turn
 from runs import append, write_beside
@@ -111,13 +113,14 @@ def run_benchmark(model, tokenizer, problems, executor, settings, folder):
     done = {r["task_id"]: r for r in read_lines(path)}
     left = [p for p in problems if p.task_id not in done]
     sampling = Sampling(settings["temperature"], max_new_tokens=settings["max_new_tokens"], batch_tokens=settings["batch_tokens"])
+    choose = mucode.keep_best(model, MurphyConfig()) if settings["verifier"] else None
     with tqdm(total=len(problems), initial=len(problems) - len(left), desc=settings["benchmark"], dynamic_ncols=True) as bar:
         for start in range(0, len(left), BLOCK):
             block = left[start:start + BLOCK]
             torch.manual_seed((settings["seed"] << 32) + len(done))
             with autocast(model):
                 trees = grow_trees(model, tokenizer, block, executor, turns=settings["iterations"], group_size=settings["samples"],
-                                   branch=1, sampling=sampling, public_feedback=settings["feedback"] == "public",
+                                   branch=settings["samples"] if choose else 1, choose=choose, sampling=sampling, public_feedback=settings["feedback"] == "public",
                                    reflexion=settings["scaffold"] == "reflexion", bar=bar)
             bar.set_description(settings["benchmark"])
             for tree in trees:
@@ -151,6 +154,16 @@ def open_folder(settings, out):
     return folder
 
 
+def load_verifier(model, checkpoint):
+    """muCode's verifier from a checkpoint of train.py --method mucode, beside the model."""
+    mucode.add_head(model)
+    try:
+        model.load_state_dict(torch.load(checkpoint / "head.pt", map_location=model.device), strict=False)
+    except (OSError, RuntimeError) as error:
+        raise BadInput(f"--verifier {checkpoint}: {one_line(error)}; give a checkpoint of train.py --method mucode on the same kind of model") from None
+    model.eval()
+
+
 def limits_of(benchmark):
     """LiveCodeBench's own harness gives each test 6 s and stops at the first failure; here all tests of a program share a minute."""
     return Limits(cpu_seconds=60, wall_seconds=120) if benchmark == "livecodebench" else Limits()
@@ -163,9 +176,12 @@ def evaluate_model(settings, data, workers, out):
     problems = load_benchmark(settings["benchmark"], data, skipped=skipped, **settings["rows"])
     check_prompts(problems, tokenizer, config, Sampling(max_new_tokens=settings["max_new_tokens"]))
     folder = open_folder(settings, out)
+    model = load_model(path).to(device)
+    if settings["verifier"]:
+        load_verifier(model, Path(settings["verifier"]))
     with Executor(workers, limits_of(settings["benchmark"])) as executor:
-        records = run_benchmark(load_model(path).to(device), tokenizer, problems, executor, settings, folder)
-    results = {"settings": settings, "scores": score(records, settings["iterations"], settings["samples"]), "skipped_rows": skipped,
+        records = run_benchmark(model, tokenizer, problems, executor, settings, folder)
+    results = {"settings": settings, "scores": score(records, settings["iterations"], 1 if settings["verifier"] else settings["samples"]), "skipped_rows": skipped,
                "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
                "device": str(device), "seconds": round(time.perf_counter() - start, 1)}
     write_beside(folder / "results.json", json.dumps(results, indent=1))
@@ -180,6 +196,7 @@ def table(results):
     s, scores = results["settings"], results["scores"]
     judged = ", judged by public tests only" if s["rows"].get("public_only") else ""
     how = "greedy" if s["temperature"] == 0 else f"temperature {s['temperature']}, {s['samples']} samples"
+    how += ", the verifier's best of each turn" if s.get("verifier") else ""
     lines = [f"{s['benchmark']}, {scores['problems']} problems, feedback {s['feedback']}, scaffold {s['scaffold']}, {how}{judged}"]
     parts = [("all", scores)] + list(scores.get("by_difficulty", {}).items())
     for name, part in parts:
@@ -255,6 +272,8 @@ def build_parser():
     how.add_argument("--feedback", default="public", choices=["public", "all"], help="tests that feedback and stopping follow (default public)")
     how.add_argument("--scaffold", default="plain", choices=["plain", "reflexion"], help="reflexion: a written note on each failure is kept in the context")
     how.add_argument("--samples", type=int, default=1, help="chains per problem; with more than 1, pass@k is reported too (default 1)")
+    how.add_argument("--verifier", metavar="CHECKPOINT", help="of --samples programs a turn keep the one that this verifier rates highest "
+                     "(a checkpoint of train.py --method mucode)")
     how.add_argument("--temperature", type=float, help="default: greedy for one sample, else 0.8")
     how.add_argument("--max-new-tokens", type=int, help="longest answer (default 1024, with the tiny model 48)")
     how.add_argument("--batch-tokens", type=int, default=65536, help="tokens (rows x longest) sampled at once (default 65536)")
@@ -274,12 +293,14 @@ def settings_of(args):
         raise BadInput(f"--temperature is {temperature}; it must be 0 (greedy) or above")
     if temperature == 0 and args.samples > 1:
         raise BadInput("--samples above 1 with --temperature 0 would draw the same answer again; give a temperature above 0")
+    if args.verifier and args.samples == 1:
+        raise BadInput("--verifier chooses among the programs of a turn; give --samples above 1")
     rows = {"limit": args.limit, "skip_bad_rows": args.skip_bad_rows}
     if args.benchmark == "livecodebench":
         rows |= {"release": args.release, "start_date": args.start_date, "end_date": args.end_date, "difficulty": args.difficulty,
                  "public_only": args.public_only}
     return {"model": args.model, "benchmark": args.benchmark, "rows": rows, "iterations": args.iterations, "feedback": args.feedback,
-            "scaffold": args.scaffold, "samples": args.samples, "temperature": temperature,
+            "scaffold": args.scaffold, "verifier": args.verifier, "samples": args.samples, "temperature": temperature,
             "max_new_tokens": args.max_new_tokens or (48 if args.model == "tiny" else 1024), "batch_tokens": args.batch_tokens, "seed": args.seed}
 
 

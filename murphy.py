@@ -37,8 +37,8 @@ def option(default, group, help, choices=None):
 class MurphyConfig:
     """Every hyperparameter, with a line of why. train.py turns each into a flag with this line as its help."""
     method: str = option("murphy", "method", "murphy: trees; grpo: one turn; grpo-mt: chains of one child per failing "
-                         "program, the last reward of a chain is the return of all its turns; rlef: PPO on such chains, see comparators/",
-                         ["murphy", "grpo", "grpo-mt", "rlef"])
+                         "program, the last reward of a chain is the return of all its turns; rlef: PPO on such chains; mucode: imitation of the "
+                         "programs that a verifier likes best; see comparators/", ["murphy", "grpo", "grpo-mt", "rlef", "mucode"])
     match_compute: bool = option(False, "method", "for the comparators: sample as many programs per prompt as a whole tree of G and S "
                                  "would hold, 72 for 8 and 2 (our reading of compute-matched)")
     turns: int = option(2, "method", "S, attempts from task to deepest node; the paper trains with 2")
@@ -52,6 +52,8 @@ class MurphyConfig:
                          "tree (interp); 4 is our decision")
     reward: str = option("fraction", "method", "fraction: share of tests passed; binary: 1 only if all pass (our decision)",
                          ["fraction", "binary"])
+    verifier_loss: str = option("bce", "method", "of mucode's verifier: bce on each program, or bt, Bradley-Terry on pairs; both are its paper's",
+                                ["bce", "bt"])
     temperature: float = option(1.0, "sampling", "of sampling, and of the log-probs in the loss; 0 samples greedily and scores at 1")
     top_k: int = option(0, "sampling", "sample among the k likeliest tokens, 0 is off; the loss scores the full distribution, so leave it off")
     top_p: float = option(1.0, "sampling", "nucleus sampling, 1 is off; as top_k")

@@ -250,14 +250,15 @@ def prefix_room(config, tokenizer, sampling):
 # ---------------------------------------------------------------- growing
 
 def grow_trees(model, tokenizer, problems, executor, *, turns, group_size, branch=None, sampling=Sampling(),
-               binary_reward=False, public_feedback=False, reflexion=False, seconds=None, bar=None):
+               binary_reward=False, public_feedback=False, reflexion=False, choose=None, seconds=None, bar=None):
     """Grow one tree per problem. Source: MURPHY paper, rollout with feedback-conditioned expansion.
 
     Turn 1 samples group_size programs per problem; at each later turn every node whose program failed is
     expanded into `branch` children (default group_size; 1 grows chains). With public_feedback the expansion
     and the feedback follow the public tests alone (for evaluation); otherwise all tests. A node's reward is the
     share of its tests that pass (with binary_reward: 1 only if all do). With reflexion the model first writes down
-    what went wrong, and its children read that too. Programs of a batch run in a
+    what went wrong, and its children read that too. choose(tree, nodes), if given, picks the one node that is kept of each
+    group (best-of-N); by whatever it likes but the verdict. Programs of a batch run in a
     background thread while the next batch is sampled. `seconds`, if given, is a dict to which the
     time spent in "sampling", and in waiting for "execution", is added; `bar` a tqdm whose description tells how far it is.
     Returns: list of Tree, with verdicts and rewards; credits and advantages are None.
@@ -272,7 +273,7 @@ def grow_trees(model, tokenizer, problems, executor, *, turns, group_size, branc
         width = group_size if turn == 1 else branch or group_size
         for (tree, _), members in zip(frontier, sample_and_run(
                 model, tokenizer, frontier, groups, executor, width, sampling, stop, verdicts, seconds, bar)):
-            for node in members:
+            for node in members if choose is None else [choose(tree, members)]:
                 node.turn = turn
                 node.reward = reward_of(node.verdict, binary_reward)
                 tree.groups[node.group].members.append(len(tree.nodes))

@@ -135,6 +135,9 @@ def log(loggers, step, values):
 
 # ---------------------------------------------------------------- checkpoints
 
+HEADS = ("value_head.", "verifier.")  # what comparators add to a model: saved apart, for the checkpoint is a plain model to others
+
+
 def checkpoint_bytes(model):
     return sum(p.numel() * (12 if p.requires_grad else 4) for p in model.parameters())  # fp32 weights, two Adam moments
 
@@ -152,7 +155,7 @@ def save_checkpoint(folder, model, tokenizer, optimizer, step, keep):
     part = final.with_name(final.name + ".part")
     adapters = adapter_state(model)
     weights = merged(model) if adapters else whole_state(model)  # by all processes together
-    head = {name: weights.pop(name) for name in list(weights) if name.startswith("value_head.")}  # RLEF's: no part of the checkpoint for others
+    head = {name: weights.pop(name) for name in list(weights) if name.startswith(HEADS)}
     moments = whole_optimizer_state(model, optimizer)
     if dist.is_initialized() and dist.get_rank() > 0:
         return

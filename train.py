@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from comparators import rlef
+from comparators import mucode, rlef
 from executor import Executor
 from models import check_prompts, enable_checkpointing, load_config, load_tokenizer, load_trained, size_of, wants_checkpointing
 from murphy import MurphyConfig, all_reduce, autocast, murphy_step
@@ -116,8 +116,12 @@ def settings_of(argv):
     config |= {k: v for k, v in given.items() if k in config}
     run["dataset"] = run["dataset"] or ("tiny" if embedded else "KodCode/KodCode-V1")
     run["eval_dataset"] = run["eval_dataset"] or ("tiny" if embedded else None)
-    if config["method"] == "rlef" and run["lora_rank"]:
-        raise BadInput("--method rlef trains all weights; leave out --lora-rank")
+    if config["method"] in COMPARATORS and run["lora_rank"]:
+        raise BadInput(f"--method {config['method']} trains all weights; leave out --lora-rank")
+    if config["method"] == "mucode":
+        if given.get("beta"):
+            raise BadInput("--method mucode has no KL term; leave out --beta")
+        config["beta"] = 0.0
     return check_run(run, "plan" in given), checked(MurphyConfig(**config)), None
 
 
@@ -239,14 +243,14 @@ def progress(bar, metrics):
 
 # ---------------------------------------------------------------- the run
 
-STEPS = {"rlef": rlef.step}  # of the methods that are more than a few lines of murphy_step
+COMPARATORS = {"rlef": rlef, "mucode": mucode}  # the methods that are more than a few lines of murphy_step
 
 
-def add_value_head(model, last):
-    """RLEF's value head, as it was at checkpoint `last` if there is one."""
+def add_head(model, comparator, last):
+    """What a comparator adds to the model, as it was at checkpoint `last` if there is one."""
     if is_sharded(model):
-        raise BadInput("--method rlef trains copies of the model; give --shard none, and --plan to see whether that fits")
-    rlef.add_head(model)
+        raise BadInput("this --method trains copies of the model; give --shard none, and --plan to see whether that fits")
+    comparator.add_head(model)
     if last:
         model.load_state_dict(torch.load(last / "head.pt"), strict=False)
 
@@ -282,8 +286,8 @@ def train(argv):
     done = int(last.name.split("-")[1]) if last else 0
 
     model, reference = load_trained(path, last, device, run, config)
-    if config.method == "rlef":
-        add_value_head(model, last)
+    if config.method in COMPARATORS:
+        add_head(model, COMPARATORS[config.method], last)
     check_disk(folder, model)
     if wants_checkpointing(size_of(model), run):
         enable_checkpointing(model)
@@ -316,11 +320,12 @@ def train(argv):
             held_out_eval(done)  # a kill may have come between a checkpoint and its evaluation
         bar.unpause()  # the pace is that of steps, without the evaluation before them
         bad_steps, warned = 0, set()
+        step_of = COMPARATORS[config.method].step if config.method in COMPARATORS else murphy_step
         for step in range(done, config.steps):
             for group in optimizer.param_groups:
                 group["lr"] = config.learning_rate * min(1.0, (step + 1) / max(config.warmup_steps, 1))
             chosen = problems_of_step(len(problems), config.prompts_per_step, step, config.seed)[rank::world]
-            trees, metrics = STEPS.get(config.method, murphy_step)(
+            trees, metrics = step_of(
                 model, reference, tokenizer, [problems[i] for i in chosen], executor, optimizer, config,
                 seed=(config.seed << 32) + step * world + rank, bar=bar)
             bar.set_description(config.method)

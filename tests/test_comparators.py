@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from common import StubVerdict, random_model
-from comparators import rlef
+from comparators import mucode, rlef
+from eval import main as evaluate
 from murphy import MurphyConfig, packed_logprobs
 from problems import Problem
 from rollout import Group, Node, Tree
@@ -104,3 +105,84 @@ def test_rlef_trains_resumes_bit_for_bit_and_leaves_plain_checkpoints(tmp_path):
 
 def test_rlef_with_adapters_is_refused(capsys):
     assert main(["--method", "rlef", "--lora-rank", "4"]) == 2 and "leave out --lora-rank" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- muCode
+
+def tree_of(rewards, truncated=()):
+    nodes = [Node(-1, 1, 0, [5 + i, 2], "", "x", i in truncated, None, r) for i, r in enumerate(rewards)]
+    nodes.append(Node(0, 2, 1, [20, 21, 2], "", "x", False, None, 0.5))
+    return Tree(Problem("p", ""), nodes, [Group(-1, [3, 4, 11], list(range(len(rewards)))), Group(0, [3, 12, 13, 14], [len(rewards)])])
+
+
+def test_the_verifier_rates_a_response_by_the_state_at_its_last_token():
+    model, tree = mucode.add_head(random_model()), tree_of([0.0, 1.0])
+    torch.nn.init.normal_(model.verifier.head.weight)
+    ((row, nodes),) = mucode.program_rows(tree, tree.nodes, CONFIG, "cpu")
+    assert nodes == tree.nodes
+    for logit, n in zip(model.verifier(row).tolist(), nodes):  # each behind the task alone, as lone sequences
+        state = model.verifier.body(input_ids=torch.tensor([[3, 4, 11] + n.response_ids])).last_hidden_state[0, -1]
+        assert logit == pytest.approx(model.verifier.head(state).item(), abs=1e-4)
+
+
+def test_verifier_losses_by_hand():
+    logits, right = torch.tensor([2.0, -1.0, 0.5]), torch.tensor([True, False, False])
+    bce = mucode.verifier_terms(logits, right, "bce").tolist()
+    assert bce == pytest.approx([math.log(1 + math.exp(-2)), math.log(1 + math.exp(-1)), math.log(1 + math.exp(0.5))])
+    assert mucode.verifier_terms(logits, right, "bt").tolist() == pytest.approx([math.log(1 + math.exp(-3)), math.log(1 + math.exp(-1.5))])
+    nodes = tree_of([1.0, 0.0]).nodes
+    assert [mucode.count_terms(nodes, kind) for kind in ("bce", "bt")] == [3, 2] and mucode.count_terms(nodes[:1], "bt") == 0
+
+
+def test_every_history_gets_the_best_program_of_its_problem():
+    tree = tree_of([0.0, 1.0, 0.5], truncated=[2])
+    for n, credit in zip(tree.nodes, [0.2, 0.6, 0.9, 0.6]):
+        n.credit = credit
+    first, second = mucode.relabelled([tree], [tree.nodes], "cpu")  # 2 is cut; of 1 and 3 the first
+    assert first.input_ids.tolist() == [[3, 4, 11, 6, 2]] and second.input_ids.tolist() == [[3, 12, 13, 14, 6, 2]]
+    assert [n.advantage for n in tree.nodes] == [0.0, 1.0, 0.0, 0.0]
+    assert mucode.relabelled([tree], [[tree.nodes[2]]], "cpu") == []
+
+
+@pytest.mark.parametrize("kind", ["bce", "bt"])
+def test_a_verifier_learns_and_the_policy_stays_and_then_the_other_way_round(kind):
+    model, config = mucode.add_head(random_model()), replace(CONFIG, method="mucode", verifier_loss=kind, max_grad_norm=10)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    trees = [tree_of([0.0, 1.0, 0.0]), tree_of([1.0, 1.0, 0.0])]
+    rows = [pair for tree in trees for pair in mucode.program_rows(tree, tree.nodes, config, "cpu")]
+    names = lambda: {n: p.detach().clone() for n, p in model.named_parameters()}
+    before = names()
+    losses = [mucode.teach_verifier(model, rows, optimizer, config) for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0] and losses[0] == pytest.approx(math.log(2), abs=1e-5)
+    taught = names()
+    assert all(torch.equal(before[n], taught[n]) == (not n.startswith("verifier")) for n in before if "q_proj" in n)
+    mucode.rate(model, rows)
+    labels = mucode.relabelled(trees, [tree.nodes for tree in trees], "cpu")
+    likely = lambda: sum(packed_logprobs(model, row, 1.0)[0].sum().item() for row in labels)
+    start, metrics = likely(), mucode.imitate(model, labels, optimizer, config)
+    assert metrics["loss"] == pytest.approx(-start / sum(len(row.targets) for row in labels), rel=1e-4)  # equal lengths: a plain mean
+    assert likely() > start
+    assert all(torch.equal(taught[n], p) == n.startswith("verifier") for n, p in names().items() if "q_proj" in n)
+
+
+def test_mucode_trains_resumes_bit_for_bit_and_its_verifier_serves_eval(tmp_path, capsys):
+    flags = ["--method", "mucode", "--save-every", "1", "--verifier-loss", "bt", *SMALL]
+    assert main(["--out", str(tmp_path / "whole"), "--steps", "2", *flags]) == 0
+    assert main(["--out", str(tmp_path / "half"), "--steps", "1", *flags]) == 0
+    assert main(["--resume", str(tmp_path / "half"), "--steps", "2"]) == 0
+    assert without_times(lines(tmp_path / "whole" / "metrics.jsonl")) == without_times(lines(tmp_path / "half" / "metrics.jsonl"))
+    a, b = weights(tmp_path / "whole", 2), weights(tmp_path / "half", 2)
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a) and not any("verifier" in k for k in a)
+    checkpoint, out = str(tmp_path / "whole" / "checkpoints" / "step-000002"), tmp_path / "eval"
+    evaluation = ["--model", checkpoint, "--limit", "3", "--iterations", "2", "--max-new-tokens", "24", "--workers", "1"]
+    assert evaluate(evaluation + ["--verifier", checkpoint, "--samples", "3", "--out", str(out)]) == 0
+    assert "the verifier's best of each turn" in capsys.readouterr().out
+    for record in lines(out / "transcripts.jsonl"):
+        assert len(record["chains"]) == 1 and 1 <= len(record["chains"][0]) <= 2
+    assert evaluate(evaluation + ["--verifier", checkpoint]) == 2 and evaluate(evaluation + ["--verifier", "tiny", "--samples", "2"]) == 2
+    assert "give --samples above 1" in (said := capsys.readouterr().err) and "--verifier tiny" in said
+
+
+def test_mucode_has_no_kl_term(capsys):
+    assert settings_of(["--method", "mucode", "--model", "x"])[1].beta == 0
+    assert main(["--method", "mucode", "--beta", "0.1"]) == 2 and "leave out --beta" in capsys.readouterr().err

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_links_point_at_the_lines_that_define_what_they_name():
-    links = re.findall(r"\[`([\w.]+)`\]\((\w+\.py)#L(\d+)\)", (ROOT / "README.md").read_text())
+    links = re.findall(r"\[`([\w.]+)`\]\(([\w/]+\.py)#L(\d+)\)", (ROOT / "README.md").read_text())
     assert len(links) >= 15
     wrong = []
     for name, file, line in links:
