@@ -72,7 +72,7 @@ def check_head(model):
     with torch.no_grad():
         hidden, head = hidden_states(model, row)
         logits = model(input_ids=row.input_ids[:, :2]).logits[0, -1:]
-        if not torch.allclose(head(hidden), logits, rtol=1e-3, atol=1e-3):
+        if (head(hidden) - logits).abs().max() > 0.05 * logits.abs().max():  # bf16 alone rounds by up to 0.01
             raise BadInput(f"{type(model).__name__} changes its logits behind the language-model head, which the loss here does not do; "
                            "use another model")
 

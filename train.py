@@ -358,10 +358,16 @@ def train(argv):
 
 
 class StopFlag:
-    """Set by SIGTERM; asked() is the same on every process."""
+    """Set by SIGTERM or Ctrl-C (a second Ctrl-C ends the run at once); asked() is the same on every process."""
     def __init__(self):
         self.set = False
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "set", True))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.stop)
+
+    def stop(self, *_):
+        self.set = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        tqdm.write("stopping and saving after this step; Ctrl-C ends at once", file=sys.stderr)
 
     def asked(self):
         return bool(all_reduce(torch.tensor(float(self.set)), "max"))
@@ -373,6 +379,9 @@ def main(argv=None):
     except BadInput as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("train.py: stopped; what was saved goes on with --resume", file=sys.stderr)
+        return 130
     except OSError as error:
         if error.errno not in (28, 122):  # ENOSPC, EDQUOT
             raise

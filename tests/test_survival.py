@@ -62,16 +62,19 @@ def test_twenty_runs_killed_at_random_moments_are_the_unbroken_one(unbroken, tmp
     assert sum(killed_run(tmp_path / str(seed), unbroken, kills=1, seed=seed) for seed in range(20)) >= 15
 
 
-def test_sigterm_saves_and_ends_with_code_0_and_the_run_goes_on(unbroken, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_with_code_0_and_the_run_goes_on(number, unbroken, tmp_path):
     folder = tmp_path / "run"
     run = start(ROOT / "train.py", "--out", folder, *FLAGS)
     while run.poll() is None and not (folder / "metrics.jsonl").exists():  # it is past its first step
         time.sleep(0.01)
-    run.send_signal(signal.SIGTERM)
+    run.send_signal(number)
     out, err = run.communicate(timeout=300)
-    assert run.returncode == 0 and f"go on with --resume {folder}" in out, err
+    assert run.returncode == 0 and f"go on with --resume {folder}" in out and "stopping and saving after this step" in err
     steps = len(log(folder / "metrics.jsonl"))
     assert (folder / "checkpoints" / f"step-{steps:06d}" / "optimizer.pt").exists() and 1 <= steps < 6
+    if number == signal.SIGINT:
+        return
     assert main(["--resume", str(folder)]) == 0
     same_run(folder, unbroken[0])
 

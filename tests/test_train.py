@@ -224,6 +224,7 @@ def test_a_model_that_caps_its_logits_is_refused():
     with pytest.raises(BadInput, match="Gemma2ForCausalLM changes its logits"):
         check_head(Gemma2ForCausalLM(config).eval())
     check_head(random_model())
+    check_head(random_model().bfloat16())
 
 
 def test_shards_are_for_big_models_on_several_gpus():
