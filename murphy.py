@@ -321,7 +321,7 @@ def score(model, rows, config):
         return [packed_logprobs(model, row, config.temperature)[0] for row in rows]
 
 
-def update(model, rows, optimizer, config, row_loss=row_loss):
+def update(model, rows, optimizer, config, row_loss):
     """One optimizer step on all rows of all processes; returns loss, k3, clip share, entropy, grad norm, k3 max.
 
     row_loss(model, row, config) gives a row's loss, its statistics and the largest k3; comparators have their own.
@@ -381,7 +381,7 @@ def optimise(model, reference, trees, optimizer, config):
         for row, logprobs in zip(rows, score(model, rows, config)):
             row.old = logprobs
     for _ in range(config.updates_per_rollout):
-        metrics = update(model, rows, optimizer, config)
+        metrics = update(model, rows, optimizer, config, row_loss)
     return metrics
 
 
