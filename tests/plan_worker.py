@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, Olmo2Config, Qwen3Config
 
 from lora import add_adapters
-from murphy import MurphyConfig, pack, score, token_weights, update
+from murphy import MurphyConfig, pack, score, token_weights, row_loss, update
 from plan import Setup
 from models import enable_checkpointing
 
@@ -35,7 +35,7 @@ def step(model, reference, optimizer, rows, config):
     if reference is not None:
         for row, logprobs in zip(rows, score(reference, rows, config)):
             row.ref = logprobs
-    update(model, rows, optimizer, config)
+    update(model, rows, optimizer, config, row_loss)
 
 
 def long_row(setup):
