@@ -48,6 +48,8 @@ RUN_FLAGS = [  # name, type, default, help
     ("dataset", str, None, "training problems: tiny, a .jsonl/.json/.gz/.parquet file in KodCode, MBPP or our own fields, or a Hub name "
                            "(default: tiny with the tiny model, else KodCode/KodCode-V1; the paper trains on KodCode)"),
     ("max_problems", int, 1000, "problems taken from the data set, chosen by seed"),
+    ("max_programs", int, None, "end the run after the step in which this many programs have been sampled, so that methods can be compared at "
+                                "equal numbers (default: --steps alone decides)"),
     ("eval_dataset", str, None, "held-out problems, as --dataset (default: tiny's own with the tiny model, else none)"),
     ("eval_problems", int, None, "evaluate on the first N held-out problems only"),
     ("eval_every", int, 0, "evaluate every N steps as well; 0: before and after the run only"),
@@ -147,7 +149,7 @@ def checked(config):
 
 
 def check_run(run, planned=False):
-    for name, low in dict(max_problems=1, eval_problems=1, eval_every=0, eval_iterations=1, save_every=1, keep=1, log_trees=0, workers=1,
+    for name, low in dict(max_problems=1, max_programs=1, eval_problems=1, eval_every=0, eval_iterations=1, save_every=1, keep=1, log_trees=0, workers=1,
                           lora_rank=1).items():
         if run[name] is not None and run[name] < low:
             raise BadInput(f"{flag(name)} is {run[name]}; it must be at least {low}")
@@ -319,9 +321,9 @@ def train(argv):
         if done == 0 or run["eval_every"] and done % run["eval_every"] == 0:
             held_out_eval(done)  # a kill may have come between a checkpoint and its evaluation
         bar.unpause()  # the pace is that of steps, without the evaluation before them
-        bad_steps, warned = 0, set()
+        step, most, bad_steps, warned, programs = done, run["max_programs"] or float("inf"), 0, set(), from_first(sum(m["nodes"] for m in read_log(folder / "metrics.jsonl")))
         step_of = COMPARATORS[config.method].step if config.method in COMPARATORS else murphy_step
-        for step in range(done, config.steps):
+        while step < config.steps and programs < most:
             for group in optimizer.param_groups:
                 group["lr"] = config.learning_rate * min(1.0, (step + 1) / max(config.warmup_steps, 1))
             chosen = problems_of_step(len(problems), config.prompts_per_step, step, config.seed)[rank::world]
@@ -341,16 +343,18 @@ def train(argv):
             if bad_steps == 3:
                 raise BadInput(f"the loss was not finite in three steps running; {folder}/metrics.jsonl has them. "
                                "Lower --learning-rate and start again from the last checkpoint")
-            ending = stop.asked() or step + 1 == config.steps
-            if ending or (step + 1) % run["save_every"] == 0:
-                save_checkpoint(folder, model, tokenizer, optimizer, step + 1, run["keep"])
-            if ending and step + 1 < config.steps:
+            programs += metrics["nodes"]
+            step += 1
+            last_step, stopping = step == config.steps or programs >= most, stop.asked()
+            if last_step or stopping or step % run["save_every"] == 0:
+                save_checkpoint(folder, model, tokenizer, optimizer, step, run["keep"])
+            if stopping and not last_step:
                 bar.close()
-                return print(f"stopped by a signal after step {step + 1}; go on with --resume {folder}") if first else None
-            if run["eval_every"] and (step + 1) % run["eval_every"] == 0 and step + 1 < config.steps:
-                held_out_eval(step + 1)
+                return print(f"stopped by a signal after step {step}; go on with --resume {folder}") if first else None
+            if run["eval_every"] and step % run["eval_every"] == 0 and not last_step:
+                held_out_eval(step)
         bar.close()
-        held_out_eval(config.steps)
+        held_out_eval(step)
     if first:
         report(folder)
     if dist.is_initialized():

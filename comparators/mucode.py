@@ -7,8 +7,8 @@
                program that the verifier rates highest among all of the problem's
 
 Certain, from the paper: the verifier and its two losses, relabelling every history of a problem, cross-entropy on the labels, and at test time
-N programs a turn of which the verifier's best is kept. Our reading: a step is one round of it: the verifier's update first, then labels by
-the updated verifier, then the policy's (the paper alternates over whole data sets); "right" is reward 1; cut programs are no
+N programs a turn of which the verifier's best is kept. Our reading: a step is one round of it: VERIFIER_UPDATES of the verifier first, then
+labels by it, then one update of the policy (the paper alternates over whole data sets); "right" is reward 1; cut programs are no
 labels; pairs are formed inside one packed row. In logs, a node's credit is the verifier's probability, its advantage 1 for the label.
 Leaves out: sharded models and adapters.
 
@@ -23,6 +23,9 @@ import torch.nn.functional as F
 
 from murphy import all_reduce, autocast, mean, pack, packed_logprobs, split, sync_and_clip, token_weights, tree_metrics, update
 from rollout import grow_trees
+
+
+VERIFIER_UPDATES = 8  # optimizer steps of the verifier before each relabelling
 
 
 class Verifier(torch.nn.Module):
@@ -144,7 +147,8 @@ def step(model, reference, tokenizer, problems, executor, optimizer, config, see
     grown = time.perf_counter()
     scored = [[n for n in tree.nodes if n.reward is not None] for tree in trees]
     rows = [pair for tree, nodes in zip(trees, scored) for pair in program_rows(tree, nodes, config, model.device)]
-    verifier_loss = teach_verifier(model, rows, optimizer, config)
+    for _ in range(VERIFIER_UPDATES):
+        verifier_loss = teach_verifier(model, rows, optimizer, config)
     rate(model, rows)
     metrics = imitate(model, relabelled(trees, scored, model.device), optimizer, config)
     seconds |= {"rollout": grown - start, "optimisation": time.perf_counter() - grown}

@@ -131,6 +131,17 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(tmp_path, unbroke
     assert without_times(lines(tmp_path / "same" / "metrics.jsonl")) == first != without_times(lines(tmp_path / "other" / "metrics.jsonl"))
 
 
+def test_a_run_ends_at_a_number_of_programs_and_its_resume_takes_no_step_more(tmp_path, unbroken):
+    counts = [m["nodes"] for m in lines(unbroken / "metrics.jsonl")]
+    most = counts[0] + 1  # reached in the second step
+    assert main(["--out", str(tmp_path / "r"), "--steps", "4", "--max-programs", str(most), *SMALL]) == 0
+    assert [m["nodes"] for m in lines(tmp_path / "r" / "metrics.jsonl")] == counts[:2]
+    assert [e["step"] for e in lines(tmp_path / "r" / "eval.jsonl")] == [0, 2]
+    (tmp_path / "r" / "eval.jsonl").write_text("")  # killed before the last evaluation
+    assert main(["--resume", str(tmp_path / "r")]) == 0
+    assert len(lines(tmp_path / "r" / "metrics.jsonl")) == 2 and [e["step"] for e in lines(tmp_path / "r" / "eval.jsonl")] == [2]
+
+
 def test_problems_come_in_epochs_without_repeats():
     steps = [problems_of_step(10, 4, step, seed=0) for step in range(5)]
     flat = [i for step in steps for i in step]
