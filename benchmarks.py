@@ -55,7 +55,7 @@ def kodcode_problem(row):
     code = f"from solution import *\n{code}"  # many files do not import what they test, or lean on the solution's own imports
     tests = [Test("pytest", part) for part in split_pytest(code)] if "test" in code else []
     return Problem(str(row["question_id"]), f"{prompt}\n\n{ANSWER_FORMAT}", tests, starter, entry, "kodcode",
-                   str(row.get("gpt_difficulty") or ""))
+                   str(row.get("gpt_difficulty") or ""), row.get("solution") or "")
 
 
 def declarations(solution, test_code):
@@ -111,7 +111,8 @@ def mbpp_problem(row):
     text = plain_lines(row.get("text") or row["prompt"])
     prompt = f"{text}\n\nThe program must pass this test:\n{fenced(asserts[0])}\n\n{ANSWER_FORMAT}"
     number = str(row["task_id"]).removeprefix("Mbpp/")
-    return Problem(f"Mbpp/{number}", prompt, tests, wanted.get(entry, "").partition("\n")[0], entry, "mbpp+" if plus else "mbpp")
+    return Problem(f"Mbpp/{number}", prompt, tests, wanted.get(entry, "").partition("\n")[0], entry, "mbpp+" if plus else "mbpp",
+                   solution=plain_lines(row.get("code") or ""))
 
 
 def mbpp_test_split(row):
@@ -135,7 +136,7 @@ def humaneval_problem(row):
     tests = [Test("assert", code) for code in docstring_asserts(prompt, entry)]
     tests.append(Test("check", row["test"], entry_point=entry, public=False))
     text = f"Complete this program.\n\n{fenced(prompt.strip())}\n\n{ANSWER_FORMAT}"
-    return Problem(row["task_id"], text, tests, prompt, entry, "humaneval")
+    return Problem(row["task_id"], text, tests, prompt, entry, "humaneval", solution=prompt + (row.get("canonical_solution") or ""))
 
 
 def docstring_asserts(program, entry):

@@ -38,7 +38,8 @@ class MurphyConfig:
     """Every hyperparameter, with a line of why. train.py turns each into a flag with this line as its help."""
     method: str = option("murphy", "method", "murphy: trees; grpo: one turn; grpo-mt: chains of one child per failing "
                          "program, the last reward of a chain is the return of all its turns; rlef: PPO on such chains; mucode: imitation of the "
-                         "programs that a verifier likes best; see comparators/", ["murphy", "grpo", "grpo-mt", "rlef", "mucode"])
+                         "programs that a verifier likes best; reveal: the model writes tests too; see comparators/",
+                         ["murphy", "grpo", "grpo-mt", "rlef", "mucode", "reveal"])
     match_compute: bool = option(False, "method", "for the comparators: sample as many programs per prompt as a whole tree of G and S "
                                  "would hold, 72 for 8 and 2 (our reading of compute-matched)")
     turns: int = option(2, "method", "S, attempts from task to deepest node; the paper trains with 2")

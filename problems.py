@@ -52,7 +52,7 @@ class Test:
 
 @dataclass(frozen=True)
 class Problem:
-    """A task. `prompt` is the whole text of the first user message."""
+    """A task. `prompt` is the whole text of the first user message; `solution` is a right program, where the data have one, and never shown."""
     task_id: str
     prompt: str
     tests: list[Test] = field(default_factory=list)
@@ -60,6 +60,7 @@ class Problem:
     entry_point: str = ""
     source: str = ""
     difficulty: str = ""
+    solution: str = ""
 
 
 # ---------------------------------------------------------------- messages
@@ -308,10 +309,10 @@ def bodies(code, starter):
 # ---------------------------------------------------------------- files and data sets
 
 def own_problem(row):
-    """Our own fields: task_id, prompt, tests [{"kind", "code", ...}]; starter_code, entry_point, source, difficulty if wanted."""
+    """Our own fields: task_id, prompt, tests [{"kind", "code", ...}]; starter_code, entry_point, source, difficulty, solution if wanted."""
     if not isinstance(row["prompt"], str) or not row["prompt"].strip():
         raise ValueError("its prompt is no text")
-    optional = {name: str(row.get(name) or "") for name in ("starter_code", "entry_point", "source", "difficulty")}
+    optional = {name: str(row.get(name) or "") for name in ("starter_code", "entry_point", "source", "difficulty", "solution")}
     return Problem(str(row["task_id"]), row["prompt"], [own_test(test) for test in row["tests"]], **optional)
 
 

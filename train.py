@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from comparators import mucode, rlef
+from comparators import mucode, reveal, rlef
 from executor import Executor
 from models import check_prompts, enable_checkpointing, load_config, load_tokenizer, load_trained, size_of, wants_checkpointing
 from murphy import MurphyConfig, all_reduce, autocast, murphy_step
@@ -118,7 +118,7 @@ def settings_of(argv):
     config |= {k: v for k, v in given.items() if k in config}
     run["dataset"] = run["dataset"] or ("tiny" if embedded else "KodCode/KodCode-V1")
     run["eval_dataset"] = run["eval_dataset"] or ("tiny" if embedded else None)
-    if config["method"] in COMPARATORS and run["lora_rank"]:
+    if hasattr(COMPARATORS.get(config["method"]), "add_head") and run["lora_rank"]:
         raise BadInput(f"--method {config['method']} trains all weights; leave out --lora-rank")
     if config["method"] == "mucode":
         if given.get("beta"):
@@ -245,7 +245,7 @@ def progress(bar, metrics):
 
 # ---------------------------------------------------------------- the run
 
-COMPARATORS = {"rlef": rlef, "mucode": mucode}  # the methods that are more than a few lines of murphy_step
+COMPARATORS = {"rlef": rlef, "mucode": mucode, "reveal": reveal}  # the methods that are more than a few lines of murphy_step
 
 
 def add_head(model, comparator, last):
@@ -282,13 +282,15 @@ def train(argv):
     problems = load_problems(run["dataset"], limit=run["max_problems"], seed=config.seed)
     held_out = load_problems(run["eval_dataset"], limit=run["eval_problems"], split="heldout") if run["eval_dataset"] else []
     check_prompts(problems + held_out, tokenizer, model_config, config.sampling)
+    if config.method == "reveal":
+        reveal.check_problems(problems)
     check_memory(run, config, model_config, device, world)
     folder = resumed or from_first(new_folder(run, config, world) if first else None)
     last = checkpoints(folder)[-1] if checkpoints(folder) else None
     done = int(last.name.split("-")[1]) if last else 0
 
     model, reference = load_trained(path, last, device, run, config)
-    if config.method in COMPARATORS:
+    if hasattr(COMPARATORS.get(config.method), "add_head"):
         add_head(model, COMPARATORS[config.method], last)
     check_disk(folder, model)
     if wants_checkpointing(size_of(model), run):

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from common import StubVerdict, random_model
-from comparators import mucode, rlef
+from comparators import mucode, reveal, rlef
 from eval import main as evaluate
+from executor import Executor
 from murphy import MurphyConfig, packed_logprobs
-from problems import Problem
+from problems import Problem, Test
 from rollout import Group, Node, Tree
 from train import main, settings_of
 from test_train import SMALL, lines, weights, without_times
@@ -186,3 +187,113 @@ def test_mucode_trains_resumes_bit_for_bit_and_its_verifier_serves_eval(tmp_path
 def test_mucode_has_no_kl_term(capsys):
     assert settings_of(["--method", "mucode", "--model", "x"])[1].beta == 0
     assert main(["--method", "mucode", "--beta", "0.1"]) == 2 and "leave out --beta" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- ReVeal
+
+SQUARE = Problem("q", "Write f.", [Test("assert", "assert f(3) == 9")], entry_point="f", solution="def f(x):\n    return x * x")
+
+
+def fenced(code):
+    return f"```python\n{code}\n```"
+
+
+@pytest.mark.parametrize("answer, wanted", [
+    ("assert f(1) == 1\nassert f(2) == 4\nassert f(1) == 1", ["assert f(1) == 1", "assert f(2) == 4"]),   # a test counts once
+    ("assert True\nassert f(2)\nassert f(2) != 9\nassert 4 == 4\nassert f(2) == f(2)", []),               # and says something
+    ("f = lambda x: 7\nassert f(2) == 7", ["assert f(2) == 7"]), ("assert f(", []),                      # nothing but tests is run
+    ("\n".join(f"assert f({x}) == {x}" for x in range(9)), [f"assert f({x}) == {x}" for x in range(reveal.MAX_TESTS)]),
+    ("def f(x):\n    return x", [])])
+def test_written_tests_are_asserts_of_a_value(answer, wanted):
+    assert [test.code for test in reveal.written_tests(SQUARE, fenced(answer))] == wanted
+
+
+def test_without_an_entry_point_what_the_solution_defines_may_be_called():
+    problem = replace(SQUARE, entry_point="", solution="def g(x):\n    return x")
+    assert [t.code for t in reveal.written_tests(problem, fenced("assert g(1) == 1\nassert f(1) == 1"))] == ["assert g(1) == 1"]
+
+
+def test_a_program_of_the_tiny_model_stands_for_the_values_it_gives():
+    tiny = replace(SQUARE, source="tiny")
+    tests = reveal.written_tests(tiny, fenced("def f(x):\n    return x * x if x > 3 else 5"))
+    with Executor(1) as executor:
+        (verdict,) = executor.run([(SQUARE.solution, tests)])
+    assert verdict.passed == [x > 3 for x in reveal.TINY_INPUTS]
+    assert "expected 5, got 4" in verdict.feedback()
+    assert reveal.written_tests(tiny, fenced("def f(x):\n    return *x + 140")) == []
+
+
+def test_written_tests_are_run_on_the_solution_and_on_the_program():
+    program = node(-1, 1, 0, [5], HIDDEN_FAILS, code="def f(x):\n    return 2 * x")
+    answers = [fenced("assert f(2) == 4\nassert f(3) == 9\nassert f(5) == 11"), "I would rather not."]
+    checks = [Node(0, 2, 1, [5], text, "", False) for text in answers]
+    with Executor(1) as executor:
+        judged = reveal.judge([(Tree(SQUARE, [program]), 0)] * 2, checks, executor)
+    assert [[v.passed for v in pair] for pair in judged] == [[[True, True, False], [True, False, False]], [[], []]]
+    assert checks[0].code.splitlines()[1] == "assert f(3) == 9" and checks[1].code == ""
+    assert judged[1][0].reward == 0.0
+
+
+def chain_of(*rewards):
+    return [node(t - 1, t + 1, t, [5 + t, 2], HIDDEN_FAILS, reward=r) for t, r in enumerate(rewards)]
+
+
+@pytest.mark.parametrize("rewards, wanted", [
+    ([0.5], [1.0]),                                       # own reward and outcome
+    ([0.5, 1.0], [1.0, 1.5]),                             # verified, no fault found: the outcome is the program's
+    ([0.25, 0.5, 1.0], [1.25, 1.5, 2.75]),                # gain 0.75 at turn 3
+    ([0.5, 0.0, 0.25, 1.0, 0.75], [1.25, 0.75, 0.75, 1.75, 2.0])])   # gains -0.25 and 0.5
+def test_returns_of_turns_by_hand(rewards, wanted):
+    assert reveal.turn_returns(chain_of(*rewards)) == pytest.approx(wanted)
+
+
+def test_right_at_once_is_worth_more_than_failing_first():
+    assert reveal.turn_returns(chain_of(1.0, 1.0))[0] > reveal.turn_returns(chain_of(0.0, 1.0, 1.0))[0]
+
+
+def test_a_turn_is_compared_with_the_same_turn_of_other_chains():
+    rewards, parents = [0.0, 1.0, 0.5, 0.5, 1.0, 0.5, 1.0, None], [-1, -1, -1, 0, 1, 2, 3, 5]  # chains 0-3-6, 1-4, 2-5-7
+    nodes = [node(p, 1, 0, [5], HIDDEN_FAILS, reward=r) for p, r in zip(parents, rewards)]
+    reveal.assign(Tree(SQUARE, nodes))
+    assert [n.credit for n in nodes] == [1.0, 2.0, None, 1.5, 2.0, None, 3.0, None]  # the third chain lost its verdict
+    assert [nodes[i].advantage for i in (0, 1)] == pytest.approx([-0.5 / (0.5 ** 0.5 + 1e-4), 0.5 / (0.5 ** 0.5 + 1e-4)])
+    assert nodes[4].advantage == -nodes[3].advantage > 0 and nodes[6].advantage == 0.0
+    assert [nodes[i].advantage for i in (2, 5, 7)] == [None] * 3
+
+
+def test_reveal_trains_resumes_bit_for_bit_and_alternates(tmp_path):
+    flags = ["--method", "reveal", "--turns", "3", "--save-every", "1", "--lora-rank", "4", *SMALL, "--group-size", "3", "--eval-iterations", "1"]
+    assert main(["--out", str(tmp_path / "whole"), "--steps", "2", *flags]) == 0
+    assert main(["--out", str(tmp_path / "half"), "--steps", "1", *flags]) == 0
+    assert main(["--resume", str(tmp_path / "half"), "--steps", "2"]) == 0
+    assert without_times(lines(tmp_path / "whole" / "metrics.jsonl")) == without_times(lines(tmp_path / "half" / "metrics.jsonl"))
+    a, b = weights(tmp_path / "whole", 2), weights(tmp_path / "half", 2)
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    for tree in lines(tmp_path / "whole" / "trees.jsonl"):
+        assert [n["turn"] for n in tree["nodes"]].count(1) == [n["turn"] for n in tree["nodes"]].count(2) == 3
+        for n in tree["nodes"]:
+            asked = tree["groups"][n["group"]]["prompt"]
+            assert (reveal.CHECK in asked) == (n["turn"] % 2 == 0) and len(n["status"]) == (n["code"].count("assert") if n["turn"] % 2 == 0 else 6)
+            assert n["turn"] % 2 == 0 or n["turn"] == 1 or "Passed" in asked and tree["nodes"][n["parent"]]["code"].split("\n")[0] != ""
+    m = lines(tmp_path / "whole" / "metrics.jsonl")[-1]
+    assert m["grad_norm"] > 0 and 0 <= m["tests_right"] <= m["verifications_with_tests"] <= 1
+
+
+def test_reveal_needs_a_solution(tmp_path, capsys):
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"task_id": "bare", "prompt": "Write f.", "tests": [{"kind": "assert", "code": "assert f(1) == 1"}]}))
+    assert main(["--method", "reveal", "--dataset", str(path), "--out", str(tmp_path / "r")]) == 2
+    assert "problem bare has no `solution`" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- two processes
+
+@pytest.mark.parametrize("method", ["rlef", "mucode", "reveal"])
+def test_comparators_train_on_two_processes(tmp_path, method):
+    """train.py itself checks that the processes' weights agree after the step."""
+    from test_distributed import ROOT, run
+    run(2, *("--method", method, "--out", tmp_path, "--steps", "1", "--prompts-per-step", "2", "--group-size", "4", "--eval-problems", "2",
+             "--eval-iterations", "1", "--workers", "1", "--beta", "0"), script=ROOT / "train.py")
+    (m,) = lines(tmp_path / "metrics.jsonl")
+    assert m["nodes"] >= 8 and m["grad_norm"] > 0  # of both processes: four programs each
+    assert (tmp_path / "checkpoints" / "step-000001" / "head.pt").exists() == (method != "reveal")
