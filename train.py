@@ -323,7 +323,8 @@ def train(argv):
         if done == 0 or run["eval_every"] and done % run["eval_every"] == 0:
             held_out_eval(done)  # a kill may have come between a checkpoint and its evaluation
         bar.unpause()  # the pace is that of steps, without the evaluation before them
-        step, most, bad_steps, warned, programs = done, run["max_programs"] or float("inf"), 0, set(), from_first(sum(m["nodes"] for m in read_log(folder / "metrics.jsonl")))
+        step, bad_steps, warned, most = done, 0, set(), run["max_programs"] or float("inf")
+        programs = from_first(sum(m["nodes"] for m in read_log(folder / "metrics.jsonl")))
         step_of = COMPARATORS[config.method].step if config.method in COMPARATORS else murphy_step
         while step < config.steps and programs < most:
             for group in optimizer.param_groups:
