@@ -29,7 +29,7 @@ from runs import read_log
 
 ROOT = Path(__file__).resolve().parent
 SHARED = ["--steps", "10000", "--eval-every", "3", "--workers", "1", "--save-every", "10000", "--log-trees", "1"]
-PROGRAMS, SEEDS, SWEEP_SEEDS, RATES = 6000, range(5), (100, 101), ("1e-4", "3e-4", "1e-3")
+PROGRAMS, SEEDS, SWEEP_SEEDS, RATES = 4000, range(5), (100, 101), ("1e-4", "3e-4", "1e-3")
 QUICK = dict(programs=2000, seeds=range(2), rates=("5e-4",))
 
 METHODS = {  # name -> flags
@@ -237,7 +237,7 @@ def study(out, quick, workers):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="study.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small version, about 15 minutes on 2 cores")
+    parser.add_argument("--quick", action="store_true", help="a small version, about 8 minutes on 2 cores")
     parser.add_argument("--out", type=Path, help="folder of the study (default: study, or study-quick)")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="runs side by side (default: one per core)")
     args = parser.parse_args(argv)
