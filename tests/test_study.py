@@ -15,7 +15,7 @@ def run_of(*scores, **more):
                 curve=[[0, 10, 20, 20], [100, *scores]]) | more
 
 
-def test_an_interval_is_students(): # mean 4, standard deviation 2, three seeds: 4.303 * 2 / sqrt(3)
+def test_an_interval_is_students():  # mean 4, standard deviation 2, three seeds: 4.303 * 2 / sqrt(3)
     assert study.interval([2, 4, 6]) == (4, pytest.approx(4.9687, abs=1e-3))
 
 
@@ -76,7 +76,7 @@ def test_every_arm_is_an_own_folder_and_flags_that_train_py_takes():
     from train import settings_of
     arms = study.METHODS | study.VARIANTS | study.ABLATIONS
     assert len({study.folder_name((arm, 0)) for arm in arms}) == len(arms)
-    configs = [settings_of([*flags, *study.SHARED, "--max-programs", "6000"])[1] for flags in arms.values()]
+    configs = [settings_of([*flags, *study.SHARED, "--max-programs", str(study.PROGRAMS)])[1] for flags in arms.values()]
     assert len(set(configs)) == len(arms)
 
 

@@ -1,6 +1,7 @@
 """The embedded default: problem sets that are disjoint, a tokenizer that loses nothing, a model that can do some of the task."""
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,23 @@ def test_chat_has_one_bos_and_ends_assistant_turns(tokenizer):
                     f"<|user|>\nPassed 0 of 6 tests.\n\n{FIX_INSTRUCTION}\n<|assistant|>\n")
     ids = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
     assert ids.count(tokenizer.bos_token_id) == 1 and tokenizer(problem.prompt)["input_ids"][0] != tokenizer.bos_token_id
+
+
+def test_a_perfect_reader_gains_from_feedback():
+    """Who always names the likeliest function that fits: 47.3 % of held-out problems at once, 86.7 % after one feedback (README.md)."""
+    space = make.function_space()
+    weight = {f: make.WEIGHTS[family] / len(functions) for family, functions in space.items() for f in functions}
+    fits, solved = make.Lessons(space, None).fits, [0, 0]
+    for row, values in zip(rows("heldout"), solution_values("heldout")):
+        f = make.Function("", "", "", values)
+        tests = [(int(re.search(r"f\((\d+)\)", test["code"])[1]), test["public"]) for test in row["tests"]]
+        left = fits[make.shown_values(f)]
+        for turn in (0, 1):
+            guess = max(left, key=weight.get)
+            solved[turn] += all(guess(x) == f(x) for x, _ in tests)
+            told = [x for x, public in tests if public and guess(x) != f(x)][:1]  # the first failure
+            left = [g for g in left if all(g(x) == f(x) for x in told)]
+    assert solved == [71, 130]
 
 
 def test_reference_solutions_pass(executor):

@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import train
-from problems import Test
 from common import byte_tokenizer, random_model
-from problems import BadInput
+from problems import BadInput, Test
 from models import TINY, check_head, wants_shards
 from runs import cut_log, draw_curves, final_table, log, save_checkpoint, shown_test
 from train import check_replicas, main, problems_of_step, settings_of, warn, warn_of_filters
